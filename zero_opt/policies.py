@@ -244,7 +244,8 @@ class WorkerOffload:
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
         speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
-            are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``.
+            are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``. Over
+            DTensors (FSDP2) gradients leave ``p.grad`` then, as they do over plain parameters.
         warmup_steps: with ``delay=1``, so many steps at the beginning are made as with ``delay=0``. Steps of a state
             that is loaded count: its largest step count.
         prediction: with ``delay=1``, parameters between steps are predicted: the last update to have arrived, and so

@@ -1,6 +1,6 @@
 """How long a training loop stands still for the optimizer, by where and when the state in host memory is stepped.
 
-    python docs/benchmarks/stall.py [--mi 32] [--rounds 3] [--write docs/benchmarks/results/]
+    python docs/benchmarks/stall.py [--mi 32] [--rounds 3] [--leave-out selective] [--write docs/benchmarks/results/]
 
 A backward multiplies matrices on one core for half as long again as a step takes on the other, and hands over a
 parameter's gradient after each share of them, a module's; a forward, half as long, multiplies in each module.
@@ -14,6 +14,10 @@ count, of means over a window of four steps: selective policies do most of their
 - *iteration*: forward, backward and step(), less the same forward and backward without an optimizer.
 - *hidden*: how much less than with delay=0, of the waiting for the worker, and of the stall.
 
+*FSDP2* rows have the same layers sharded by fully_shard, over a mesh of one rank; what is bare, and hidden, is of FSDP2
+too. In the last table two ranks share the cores: forwards and backwards of both wait for as long as a core would
+multiply, so that each rank's worker has one.
+
 Parameters are written within step(), or, with overlap_param_gather, beside the forward: what it takes to copy as many
 bytes is measured beside.
 """
@@ -21,18 +25,23 @@ bytes is measured beside.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import zero_opt
 from zero_opt.placement.worker.process import WorkerProcess
@@ -48,9 +57,11 @@ BUCKET_MB = 4
 # Never reached, so nothing is clipped; but it has to be known.
 MAX_NORM = 1e9
 IN_PROCESS = "in process"
-OFFLOADS = {
+SYNCHRONOUS = "worker, delay=0"
+FSDP = "FSDP2"
+OFFLOADS: dict[str, Any] = {
     IN_PROCESS: None,
-    "worker, delay=0": WorkerOffload(),
+    SYNCHRONOUS: WorkerOffload(),
     "worker, delay=1": WorkerOffload(delay=1),
     "worker, speculating": WorkerOffload(speculate=True),
     "worker, delay=0, overlap_param_gather": WorkerOffload(),
@@ -59,6 +70,10 @@ OFFLOADS = {
     "worker, selective": WorkerOffload(selective=Selective()),
     "worker, delay=1, selective": WorkerOffload(delay=1, selective=Selective()),
 }
+BESIDE_FSDP = (SYNCHRONOUS, "worker, delay=1", "worker, speculating")
+OFFLOADS |= {f"{FSDP}, {name}": OFFLOADS[name] for name in BESIDE_FSDP}
+# Of two ranks.
+PAIRED = (*BESIDE_FSDP, *(f"{FSDP}, {name}" for name in BESIDE_FSDP))
 # Alone, to see how long a step takes on one core; a backward computes for so many times that long.
 ONE_THREAD = {"worker, one thread": WorkerOffload(threads=1)}
 SHARE = 1.5
@@ -80,10 +95,14 @@ class Products(torch.autograd.Function):
 
     side = torch.zeros(0)
     count = 0
+    pause_ms = 0.0  # instead of multiplying once
 
     @staticmethod
     def multiply(times: int) -> None:
-        """Compute."""
+        """Compute, or wait."""
+        if Products.pause_ms:
+            time.sleep(times * Products.pause_ms / 1e3)
+            return
         for _ in range(times):
             Products.side @ Products.side
 
@@ -113,6 +132,11 @@ class Layer(torch.nn.Module):
         return Products.apply(self.weight, self.grad, before)
 
 
+def is_fsdp(name: str | None) -> bool:
+    """Whether FSDP2 shards the parameters of a contender."""
+    return name is not None and name.startswith(FSDP)
+
+
 class Trainer:
     """Layers whose backward computes, and an optimizer of their parameters, or none."""
 
@@ -121,11 +145,15 @@ class Trainer:
         shape = (PARAMS, numel // PARAMS // WIDTH, WIDTH)
         made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
         self.model = torch.nn.Sequential(*map(Layer, made[0], made[1]))
+        if is_fsdp(name):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for module in (*self.model, self.model):
+                fully_shard(module, mesh=mesh)
         self.params = list(self.model.parameters())
         self.name, self.optimizer = name, None
         if name == IN_PROCESS:
             self.optimizer = zero_opt.CPUAdamW(self.params, state=zero_opt.AdamState(master="float32"))
-        elif name is not None:
+        elif name not in (None, FSDP):
             self.optimizer = zero_opt.ShardedOptimizer(
                 self.params,
                 torch.optim.AdamW,
@@ -233,19 +261,61 @@ def copying(numel: int, dtype: torch.dtype, threads: int) -> list[float]:
     return times[WARM:]
 
 
-def contend(numel: int, dtype: torch.dtype, rounds: int, copies: dict[int, list[float]]) -> dict[str | None, Times]:
-    """All contenders in turns, and nobody; and copies, by how many threads make them."""
+def in_turns(numel: int, dtype: torch.dtype, found: Mapping[str | None, Times]) -> None:
+    """One round."""
+    for name, times in found.items():
+        measure(numel, dtype, name, times)
+
+
+def contend(
+    arguments: argparse.Namespace, dtype: torch.dtype, copies: dict[int, list[float]]
+) -> tuple[dict[str | None, Times], dict[str | None, Times]]:
+    """All contenders in turns, and nobody, alone and as two ranks; and copies, by how many threads make them."""
     torch.set_num_threads(1)
+    numel, left_out = arguments.mi << 20, arguments.leave_out
     Products.side, Products.count = torch.zeros(1, 1), 1
     alone = Times()
     measure(numel, dtype, "worker, one thread", alone)
-    calibrate(SHARE * statistics.median(alone.waiting))
-    found: dict[str | None, Times] = {name: Times() for name in (None, *OFFLOADS)}
-    for _ in range(rounds):
-        for name, times in found.items():
-            measure(numel, dtype, name, times)
+    step_ms = SHARE * statistics.median(alone.waiting)
+    calibrate(step_ms)
+    names = [name for name in OFFLOADS if not (left_out and left_out in name)]
+    found: dict[str | None, Times] = {name: Times() for name in (None, FSDP, *names)}
+    for _ in range(arguments.rounds):
+        in_turns(numel, dtype, found)
         for threads in COPIERS:
             copies.setdefault(threads, []).extend(copying(numel, dtype, threads))
+    return found, two_ranks(numel, dtype, arguments.rounds, step_ms)
+
+
+def one_of_two(rank: int, pipe: Any, numel: int, dtype: torch.dtype, rounds: int, step_ms: float, port: int) -> None:
+    """One rank; the first one sends what it has found."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    Products.count, Products.pause_ms = 1, step_ms / PARAMS / 2
+    found: dict[str | None, Times] = {name: Times() for name in (None, FSDP, *PAIRED)}
+    for _ in range(rounds):
+        in_turns(numel, dtype, found)
+    dist.barrier()
+    if rank == 0:
+        pipe.send(found)
+    dist.destroy_process_group()
+
+
+def two_ranks(numel: int, dtype: torch.dtype, rounds: int, step_ms: float) -> dict[str | None, Times]:
+    """Two ranks, which wait instead of computing."""
+    fresh = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here, there = fresh.Pipe()
+    given = (there, numel, dtype, rounds, step_ms, port)
+    ranks = [fresh.Process(target=one_of_two, args=(rank, *given)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    there.close()
+    found: dict[str | None, Times] = here.recv()
+    for rank in ranks:
+        rank.join()
     return found
 
 
@@ -257,16 +327,18 @@ def hidden(times: Sequence[float], of: Sequence[float]) -> str:
 def table(dtype: str, found: dict[str | None, Times], copies: dict[int, list[float]]) -> Iterator[str]:
     """Markdown of one dtype."""
     median = statistics.median
-    bare = median(found[None].iteration())
-    synchronous = found["worker, delay=0"]
+    bare = {name: median(found[name].iteration()) for name in (None, FSDP)}
     yield (
         f"| {dtype} | `step()`, ms | of it for the worker, ms | in hooks, ms "
-        f"| iteration over a bare one of {bare:.0f} ms, ms | waiting hidden | stall hidden |"
+        f"| iteration over a bare one of {bare[None]:.0f} ms, with FSDP2 {bare[FSDP]:.0f} ms, ms "
+        "| waiting hidden | stall hidden |"
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for name in OFFLOADS:
-        times = found[name]
-        more = [iteration - bare for iteration in times.iteration()]
+    for name, times in found.items():
+        if name in (None, FSDP):
+            continue
+        more = [iteration - bare[FSDP if is_fsdp(name) else None] for iteration in times.iteration()]
+        synchronous = found[f"{FSDP}, {SYNCHRONOUS}" if is_fsdp(name) else SYNCHRONOUS]
         waiting, hooks, of_waiting, of_stall = "", "", "", ""
         if name != IN_PROCESS:
             waiting, of_waiting = spread(times.waiting, 1), hidden(times.waiting, synchronous.waiting)
@@ -296,8 +368,8 @@ def report(arguments: argparse.Namespace) -> str:
     ]
     for name, dtype in DTYPES.items():
         copies: dict[int, list[float]] = {}
-        found = contend(arguments.mi << 20, dtype, arguments.rounds, copies)
-        lines += table(name, found, copies)
+        alone, paired = contend(arguments, dtype, copies)
+        lines += [*table(name, alone, copies), *table(f"{name}, two ranks", paired, {})]
     return "\n".join(lines).rstrip()
 
 
@@ -306,10 +378,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mi", type=int, default=32, help="elements, in Mi")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--leave-out", metavar="WORD", help="contenders whose names have it")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     arguments = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this needs two cores: one for the worker")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = report(arguments)
     print(text)
     if arguments.write:

@@ -78,11 +78,11 @@ def groups_of(net: Net) -> list[dict[str, Any]]:
     ]
 
 
-def backward(net: Net, step: int, rank: int) -> None:
-    """Gradients of this rank's data; ``scale`` has none in every third step."""
+def backward(net: Net, step: int, rank: int, *, size: Tensor | float = 1.0) -> None:
+    """Gradients of this rank's data times ``size``; ``scale`` has none in every third step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(8, WIDTH, generator=generator).to(net.idle.dtype)
-    net(inputs, scaled=step % 3 != 1).square().mean().backward()
+    (net(inputs, scaled=step % 3 != 1).square().mean() * size).backward()
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:

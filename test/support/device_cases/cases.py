@@ -228,9 +228,10 @@ def _events() -> Iterator[Case]:
 def _fsdp() -> Iterator[Case]:
     """DTensors of FSDP2."""
     fields: dict[str, Any] = {**_UNDER_DDP, "fsdp": True, "shapes": MATRICES}
-    for tier in ("device", "masters", "host", "worker", "worker, late", "file"):
+    for tier in ("device", "masters", "host", "worker", "worker, late", "worker, speculating", "file"):
         yield Case(f"FSDP2, {tier}", **{**TIERS[tier], **fields})
     yield Case("FSDP2, clipped", program=programs.clipped, **fields)
+    yield Case("FSDP2, clipped, speculating", program=programs.clipped, **{**TIERS["worker, speculating"], **fields})
     yield Case("FSDP2, state is loaded", program=programs.state_is_loaded, **fields)
     yield Case("FSDP2, state leaves", program=programs.state_leaves, **fields)
     yield Case("FSDP2, Muon", **{**WHOLE["Muon"], **fields})

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
 from ...placement.compact_state import is_compact
-from ...policies import AlreadyReduced
-from ...reduction import GradShard
+from ...policies import AlreadyReduced, bucket_mb_of
+from ...reduction import GradShard, ReductionPolicy
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
 from ..compact_rows import parts_as_they_lie
@@ -24,8 +24,11 @@ from ..process_groups import OwnGroups
 from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
 from .local_parts import local_grad, state_of_param, state_of_part
-from .local_view import LocalView
+from .local_view import LocalView, StreamedView
 from .mesh_params import MeshParams
+
+# Of parts, a bucket has at least so much: each is handed to the worker by itself.
+_BUCKET_MB = 1
 
 
 class DTensorSingleRank(SingleRank):
@@ -85,9 +88,10 @@ class DTensorEngine(ShardedEngine):
     _mesh: MeshParams
 
     def __init__(self, config: Config, groups: OwnGroups, user: UnevenInputs, mesh: MeshParams) -> None:
-        self._view = LocalView(user)
         # Gradients are the means already, of the parts that are here.
-        config = replace(config, reduction=AlreadyReduced())
+        streamed = config.placement.begins_in_backward
+        self._view = StreamedView(user) if streamed else LocalView(user)
+        config = replace(config, reduction=_of_parts(config.reduction, mesh) if streamed else AlreadyReduced())
         super().__init__(config, groups, user, mesh, self._view)
 
     def reduce(
@@ -101,7 +105,14 @@ class DTensorEngine(ShardedEngine):
         self._planner.planned.require()
         self._mesh.forget()
         self._follow()
-        return super().reduce(clip_to, unscale_by=unscale_by, absent=absent, error=error)
+        try:
+            return super().reduce(clip_to, unscale_by=unscale_by, absent=absent, error=error)
+        finally:
+            self._view.show_consumed()
+
+    def zero_grad(self) -> None:
+        self._view.follow_dropped()
+        super().zero_grad()
 
     def _follow(self) -> None:
         self._mesh.shards.require_sharded()
@@ -125,10 +136,12 @@ class DTensorEngine(ShardedEngine):
     def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:
         params = self.parts.params
         grads: list[Tensor | None] = [None] * len(params)
+        known: list[Tensor | None] = [None] * len(params)
         for shard in shards:
-            for piece, grad in zip(shard.slices, shard.grads, strict=True):
-                grads[piece.param] = grad
-        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads, limit)
+            squares = self.partition.buckets[shard.bucket].squares()
+            for piece, grad, sums in zip(shard.slices, shard.grads, squares, strict=True):
+                grads[piece.param], known[piece.param] = grad, sums
+        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads, limit, known)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -171,3 +184,18 @@ class DTensorEngine(ShardedEngine):
         }
         super()._write(loaded._replace(states=parts))
         self._view.note_writes()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._view.close()
+
+
+def _of_parts(reduction: ReductionPolicy, mesh: MeshParams) -> ReductionPolicy:
+    """Return the reduction of plain parameters over parts, whose buckets have parts of as many parameters."""
+    assert not isinstance(reduction, AlreadyReduced)  # the placement's policy has refused it
+    whole = bucket_mb_of(reduction, between_hosts=False)
+    return replace(reduction, bucket_mb=max(whole * mesh.share, min(whole, _BUCKET_MB)))

@@ -41,6 +41,11 @@ def local_of(value: Tensor) -> Tensor:
         return part
 
 
+def is_cut_alike(grad: Any, param: Any) -> bool:
+    """Return whether a gradient is cut as its parameter is, so that its part is that of the parameter's part."""
+    return not is_dtensor(param) or grad.placements == param.placements
+
+
 def local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's part of ``p.grad``, over the same memory.
 
@@ -50,8 +55,8 @@ def local_grad(param: Tensor) -> Tensor | None:
     grad: Any = param.grad
     if grad is None or not is_dtensor(param):
         return param.grad
-    of: Any = param
-    if grad.placements != of.placements:
+    if not is_cut_alike(grad, param):
+        of: Any = param
         grad = param.grad = grad.redistribute(of.device_mesh, of.placements)
     return local_of(grad)
 

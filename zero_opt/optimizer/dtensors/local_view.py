@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...placement import ParamState, ReadThrough
+from ...reduction.autograd_hooks import ArrivalHooks
+from ...reduction.consumed_grad import ConsumedGrad
 from ...sharding.flat_param import is_dtensor, place_of
 from ...system.inference_mode import version_of
-from .local_parts import local_grad, local_of, state_of_part, value_of_param
+from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
 
 
 class _Twin:
@@ -30,6 +32,7 @@ class _Twin:
         self.param, part = param, local_of(param)
         self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
         self._apart = is_dtensor(param)
+        self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
         self._note()
 
     def follow(self) -> None:
@@ -51,9 +54,41 @@ class _Twin:
         self._edits = version_of(self.param), version_of(local_of(self.param))
         self._writes = version_of(self.plain)
 
+    def hand_over(self) -> None:
+        """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
+
+        One that is cut otherwise than the parameter stays in ``p.grad`` for :meth:`follow`.
+        """
+        param, plain = self.param, self.plain
+        if param.grad is not None and is_cut_alike(param.grad, param):
+            plain.grad = local_of(param.grad)
+            for hook in (plain._post_accumulate_grad_hooks or {}).values():
+                hook(plain)
+            self.show_consumed()
+
+    def follow_dropped(self) -> None:
+        """Let the plain parameter have no gradient if the user's has none."""
+        if self.param.grad is None:
+            self.plain.grad = None
+
+    def show_consumed(self) -> None:
+        """Let ``p.grad`` be consumed if the part's gradient is."""
+        consumed, grad = self.plain.grad, self.param.grad
+        if not isinstance(consumed, ConsumedGrad) or (grad is not None and local_of(grad) is consumed):
+            return
+        if self._consumed is None or local_of(self._consumed) is not consumed:
+            self._consumed = dtensor_over(consumed, self.param)
+        self.param.grad = self._consumed
+
+    def drop_consumed(self) -> None:
+        """Drop ``p.grad`` if it is consumed."""
+        if self._consumed is not None and self.param.grad is self._consumed:
+            self.param.grad = None
+
     def note_writes(self) -> None:
-        """Let autograd know of writes to the part, and drop its gradient."""
-        self.plain.grad = None
+        """Let autograd know of writes to the part, and drop its gradient, unless that is consumed."""
+        if not isinstance(self.plain.grad, ConsumedGrad):
+            self.plain.grad = None
         if self._apart and version_of(self.plain) != self._writes:
             torch.autograd.graph.increment_version([self.param])
             self._note()
@@ -219,7 +254,50 @@ class LocalView:
         for twin in self._twins.values():
             twin.follow()
 
+    def follow_dropped(self) -> None:
+        """Take over that the user has dropped gradients. Waits for no rank."""
+        for twin in self._twins.values():
+            twin.follow_dropped()
+
+    def show_consumed(self) -> None:
+        """Let the user's gradients be consumed where the plain ones are."""
+        for twin in self._twins.values():
+            twin.show_consumed()
+
     def note_writes(self) -> None:
-        """Let autograd know of writes to the plain parameters, and drop their gradients."""
+        """Let autograd know of writes to the plain parameters, and drop their gradients, but for consumed ones."""
         for twin in self._twins.values():
             twin.note_writes()
+
+    def close(self) -> None:
+        """Leave the user's parameters."""
+
+
+class StreamedView(LocalView):
+    """A view whose plain parameters have each gradient as soon as it is reduced, in backward.
+
+    FSDP calls the hooks of a DTensor as autograd calls those of a plain parameter: once its gradient has been reduced
+    and accumulated, on the stream that has done so. A reduction that takes gradients in backward hooks the plain
+    parameters, and what it leaves in their ``grad``, :class:`ConsumedGrad`, is in the DTensors' too.
+    """
+
+    def __init__(self, user: torch.optim.Optimizer) -> None:
+        super().__init__(user)
+        self._hooked: list[_Twin] = []
+        self._hooks = ArrivalHooks(self._arrived)
+
+    def _plain(self, param: Tensor) -> nn.Parameter:
+        known = param in self._twins
+        plain = super()._plain(param)
+        if not known:
+            self._hooks.watch(len(self._hooked), param)
+            self._hooked.append(self._twins[param])
+        return plain
+
+    def _arrived(self, number: int) -> None:
+        self._hooked[number].hand_over()
+
+    def close(self) -> None:
+        self._hooks.close()
+        for twin in self._hooked:
+            twin.drop_consumed()

@@ -73,6 +73,12 @@ class MeshParams:
             admit(self, params)
 
     @property
+    def share(self) -> float:
+        """How much of the parameters this rank has: 1 of all."""
+        everything = sum(param.numel() for param in self._params)
+        return sum(local_of(param).numel() for param in self._params) / max(everything, 1)
+
+    @property
     def largest(self) -> MeshGroup:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
@@ -89,25 +95,32 @@ class MeshParams:
         for name in told:
             _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
 
-    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], limit: float) -> Measured:
+    def measure(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        limit: float,
+        known: Sequence[Tensor | None] = (),
+    ) -> Measured:
         """Return the global norm and whether gradients are finite, the same bits on every rank. Collective.
 
         Args:
             params: all parameters, by global index. grads: this rank's parts of their gradients. A part that several
                 ranks have counts once; plain parameters' gradients are the same on every rank.
             limit: what this rank will clip the norm to; 0 if it will not.
+            known: as for :func:`grad_squares`.
 
         Raises:
             RankMismatch: on every rank, if limits differ.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
-        rows, limits = [(0, *look(plain, range(len(params)), None)[0])], dict[int, float]()
+        rows, limits = [(0, *look(plain, range(len(params)), None, known)[0])], dict[int, float]()
         for mesh, group in self._groups.items():
             counted = [
                 grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
                 for param, grad in zip(params, grads, strict=True)
             ]
-            mine = (*look(counted, range(len(params)), None)[0], limit)
+            mine = (*look(counted, range(len(params)), None, known)[0], limit)
             told = group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
             for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(Tensor.tolist, told), strict=True):
                 rows.append((rank, square, nonfinite))
@@ -268,8 +281,6 @@ def _check_config(config: Config, process_group: object) -> None:
         instead = "whose gradients fully_shard reduces; set dtypes in its MixedPrecisionPolicy, but for masters"
     elif config.precision.between_hosts_dtype is not None:
         instead = "whose gradients fully_shard reduces; leave between_hosts_dtype out"
-    elif config.placement.begins_in_backward:
-        instead = "whose gradients fully_shard reduces, so nothing is known of them before step(); use WorkerOffload()"
     elif getattr(config.offload, "selective", None) is not None:
         # Each rank steps alone, so each would select by its own rows, and columns of one DTensor would part.
         instead = "of whose columns each rank has a part, and selects none for all; leave selective out"

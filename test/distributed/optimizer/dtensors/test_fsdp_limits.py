@@ -33,6 +33,7 @@ from zero_opt.errors import (
 )
 
 WORKER, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
+EARLY = zero_opt.WorkerOffload(speculate=True)
 AdamW, reduced = torch.optim.AdamW, zero_opt.AlreadyReduced()
 
 
@@ -56,8 +57,8 @@ def _construction(rank: int, world_size: int) -> None:
     _refuse(ConfigConflict, "MixedPrecisionPolicy", make, params, AdamW, precision=precision)
     precision = zero_opt.MixedPrecision(between_hosts_dtype=torch.bfloat16)
     _refuse(ConfigConflict, "leave between_hosts_dtype out", make, params, AdamW, precision=precision)
-    early = zero_opt.WorkerOffload(speculate=True)
-    _refuse(ConfigConflict, "before step", make, params, AdamW, offload=early)
+    for reduction in (reduced, zero_opt.AtStep()):
+        _refuse(ConfigConflict, "which A.* does at step", make, params, AdamW, offload=EARLY, reduction=reduction)
     for kind in (zero_opt.CPUOffload, zero_opt.WorkerOffload):
         by_columns = kind(selective=zero_opt.Selective())
         _refuse(ConfigConflict, "leave selective out", make, params, AdamW, offload=by_columns)
@@ -125,7 +126,7 @@ def _unsharded(rank: int, world_size: int) -> None:
     _refuse(ParamsUnsharded, "unsharded", plain.add_param_group, {"params": whole.parameters()})
     plain.close()
     net.reshard()
-    for offload in (None, WORKER, LATER):
+    for offload in (None, WORKER, LATER, EARLY):
         optimizer = ours(net, offload=offload)
         for step in range(2):
             backward(net, step, rank)
@@ -233,7 +234,7 @@ def _without_fsdp(rank: int, world_size: int) -> None:
     """DTensors that the user has made, cut by columns; re-pointed on the way."""
     mesh = mesh_of((world_size,))
     found = []
-    for offload in (None, WORKER):
+    for offload in (None, WORKER, EARLY):
         param = nn.Parameter(distribute_tensor(torch.arange(64.0).view(4, 16), mesh, [Shard(1)]))
         optimizer = zero_opt.ShardedOptimizer([param], AdamW, lr=0.1, offload=offload, fused=True)
         for step in range(4):
@@ -243,7 +244,8 @@ def _without_fsdp(rank: int, world_size: int) -> None:
             optimizer.step()
         found.append(locals_of([param]))
         optimizer.close()
-    assert_bitwise(found[1], found[0])
+    assert_bitwise(found[1], found[0], "worker")
+    assert_bitwise(found[2], found[0], "speculating")
 
 
 def test_dtensors_without_fsdp() -> None:

@@ -17,7 +17,12 @@ from test.support.fsdp_models import Net, backward, locals_of, mesh_of, sharded
 from test.support.harness import assert_bitwise, run_processes
 
 STEPS = 3
-OFFLOADS = {"none": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}
+OFFLOADS = {
+    "none": None,
+    "host": zero_opt.CPUOffload(),
+    "worker": zero_opt.WorkerOffload(),
+    "speculating": zero_opt.WorkerOffload(speculate=True),
+}
 
 
 def _shard_later(net: Net, mesh: Any, opt: torch.optim.Optimizer) -> Net:
@@ -92,7 +97,7 @@ def _sharded_again(rank: int, world_size: int, offload: Any) -> None:
     opt.close()
 
 
-@pytest.mark.parametrize("offload", ["none", "worker"])
+@pytest.mark.parametrize("offload", ["none", "worker", "speculating"])
 def test_dtensors_are_replaced_by_others(offload: str) -> None:
     run_processes(2, _sharded_again, OFFLOADS[offload])
 
