@@ -188,7 +188,8 @@ class Selective:
     mean: by the hyperparameters of that step, scaled as for a batch that is larger by the number k of those gradients,
     lr √k, betas to the power k, eps / √k, decoupled weight decay times √k. Such a step counts k times. Parameters of
     fewer dimensions are small, and stepped at every step on their device. Every element has one master, one exp_avg,
-    one exp_avg_sq and one step count.
+    one exp_avg_sq and one step count. Where parameters and state are both in host memory, steps take longer with it
+    than without: adding gradients up moves as many bytes there as it saves.
 
     Attributes:
         topk_ratio: share of each parameter's columns that is selected, rounded, at least one column; 0 selects none.

@@ -164,10 +164,12 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         offload: the policy as the user gave it.
         delay: steps after which an update arrives.
         leaves_some: whether a part of the parameters stays on an accelerator.
+        in_memory: whether state is in memory between steps, not in a file.
     """
 
     delay = 0
     leaves_some = False
+    in_memory = True
 
     def __init__(self, offload: OffloadT, inputs: PlacementInputs) -> None:
         super().__init__(inputs)

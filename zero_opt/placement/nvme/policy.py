@@ -18,6 +18,8 @@ from .window_pass import BUFFERS
 class NVMePolicy(AdamPolicy[NVMeOffload]):
     """``NVMeOffload``."""
 
+    in_memory = False
+
     def build(self, group: Group) -> NVMePlacement:
         agree_on_threads(self.name, self.threads, group)
         return NVMePlacement(self.offload, self.inputs.defaults, self.inputs.form_with_masters, self.threads)

@@ -14,6 +14,7 @@ from ...layout import ParamSlice
 from ...policies import Selective
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
+from ...system.log import log
 from ..adam_rules import check_groups, check_params, check_state, state_keys
 from ..in_process.policy import add_slice
 from ..masters import slices_of
@@ -47,6 +48,12 @@ class SelectivePolicy(PlacementPolicy):
         check_groups("Selective", self.inputs.optimizer_class, groups)
         check_params("Selective", params, describe)
         self._inner.check(groups, describe)
+        if self._inner.in_memory and all(param.device.type == "cpu" for param in params):
+            log.warning(
+                "Selective makes step() longer where parameters and %s's state are in host memory: adding gradients up "
+                "moves as many bytes there as it saves; leave selective out",
+                self._inner.name,
+            )
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import values
-from zero_opt import CPUOffload, Selective, WorkerOffload
+from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
 
 SIDE = 24
 
@@ -141,3 +142,13 @@ def _refused(rank: int, world_size: int, broken: str) -> str:
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_position_that_cannot_be_is_refused_on_every_rank(broken: str) -> None:
     assert len(run_processes(2, _refused, broken)) == 2
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["in memory", "in a file"])
+def test_the_log_says_where_it_does_not_pay(file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layer = _square(0)
+    offload: Any = NVMeOffload(tmp_path, selective=Selective()) if file else CPUOffload(selective=Selective())
+    _optimizer(layer.parameters(), offload).close()
+    zero_opt.estimate(layer, 2, torch.optim.AdamW, lr=0.1, offload=offload)
+    said = [record for record in caplog.records if "leave selective out" in record.getMessage()]
+    assert len(said) == (0 if file else 2)
