@@ -227,16 +227,17 @@ def _check_selective_field(owner: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class WorkerOffload:
-    """Keep fp32 masters and moments in host memory, and step them in a native process beside this one.
+    """Keep moments and masters in host memory, and step them in a native process beside this one.
 
-    For Adam, AdamW, CPUAdam and CPUAdamW, with the fused formula, and parameters in fp32, bf16 or fp16. A worker that
-    dies in the middle of a step loses nothing: its successor finishes the step with the same bits.
+    Both are fp32 unless :class:`AdamState` or ``precision`` says otherwise. For Adam, AdamW, CPUAdam and CPUAdamW, with
+    the fused formula, and parameters in fp32, bf16 or fp16. A worker that dies in the middle of a step loses nothing:
+    its successor finishes the step with the same bits.
 
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
             next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind. A step whose
-            learning rates are all 0 is brought in at once. A load drops a step that is pending, and the log says so;
-            ``flush()`` before the load keeps its update.
+            learning rates are all 0 is brought in at once. A load drops a step that is pending, and the log says so,
+            unless parameters show predictions; ``flush()`` before the load keeps its update.
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
@@ -247,13 +248,13 @@ class WorkerOffload:
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
             are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``. Over
             DTensors (FSDP2) gradients leave ``p.grad`` then, as they do over plain parameters.
-        warmup_steps: with ``delay=1``, so many steps at the beginning are made as with ``delay=0``. Steps of a state
-            that is loaded count: its largest step count.
-        prediction: with ``delay=1``, parameters between steps are predicted: the last update to have arrived, and so
-            many times that update more, so that forwards see about the parameters that their gradients will be applied
-            to. Masters, state and every checkpoint have the true values, and so have parameters after ``flush()``. Of
-            fp32 parameters, and of split masters, the arena holds one array more, in the parameters' dtype. The
-            prediction is that of XPipe (Guan et al. 2019) with a factor; 0: parameters are those of the last update.
+        warmup_steps: with ``delay=1``, the first so many steps are made as with ``delay=0``. A load sets their count
+            to the largest ``step`` loaded.
+        prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (p - q)``, where the last
+            update to have arrived moved it from q to p: about the value that its gradient will be applied to. Masters,
+            state and every checkpoint have the true values, and so have parameters after ``flush()``. Of fp32
+            parameters, and of split masters, the arena holds one array more, in the parameters' dtype. The prediction
+            is that of XPipe (Guan et al. 2019) with a factor; 0: parameters are those of the last update.
     """
 
     delay: int = 0
@@ -313,12 +314,13 @@ class WorkerOffload:
 
 @dataclass(frozen=True)
 class NVMeOffload:
-    """Keep moments, and fp32 masters, in a file, and step them a window at a time while the next one is read.
+    """Keep moments and masters in a file, and step them a window at a time while the next one is read.
 
-    For Adam, AdamW, CPUAdam and CPUAdamW, with the fused formula, and parameters in fp32, bf16 or fp16. An fp32
-    parameter on the CPU is its own master. What is resident of the state at any time is three windows. The file has no
-    name, so nothing is left of it when the process ends, however it does. A step in which the disk fails stays pending:
-    ``flush()`` on every rank takes up where it stopped.
+    Both are fp32 unless :class:`AdamState` or ``precision`` says otherwise. For Adam, AdamW, CPUAdam and CPUAdamW, with
+    the fused formula, and parameters in fp32, bf16 or fp16. An fp32 parameter on the CPU is its own master. What is
+    resident of the state at any time is three windows. The file has no name, so nothing is left of it when the process
+    ends, however it does. A step in which the disk fails stays pending: ``flush()`` on every rank takes up where it
+    stopped.
 
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.
@@ -349,11 +351,11 @@ class NVMeOffload:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Keep fp32 masters and moments in host memory, and step them in this process.
+    """Keep moments and masters in host memory, and step them in this process.
 
     Any class; Adam, AdamW, CPUAdam and CPUAdamW by the native kernel, with the fused formula, unless a param group says
-    ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32 master. Parameters on the CPU need no
-    copy: fp32 ones are stepped in place.
+    ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32 master, unless it is split. Parameters on
+    the CPU need no copy: fp32 ones are stepped in place.
 
     Attributes:
         pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.
@@ -467,9 +469,10 @@ class AdamState:
     Attributes:
         moments: ``"float32"`` as torch, 8 bytes per element. ``"bfloat16"``, 4 bytes: 8 bits of precision.
             ``"block8"``, 2.06 bytes: codes 6.7 to 12.5 % apart below the largest of each 64 elements; an exp_avg below
-            2^-15.7 of that becomes zero. Both are rounded by chance, up with the probability of what is cut off, so
-            that the expected value is the exact one and small changes are not lost; the chance is a hash of the
-            moments and the step, so a run repeats itself to the bit.
+            2^-15.7 of that becomes zero, an exp_avg_sq below 2^-31.7 of it is raised to that. Both are rounded by
+            chance, up with the probability of what is cut off, so that within the range the expected value is the exact
+            one and small changes are not lost; the chance is a hash of the moments and the step, so a run repeats
+            itself to the bit.
         master: what a bf16 or fp16 parameter is rounded from; ``None`` refuses such parameters, but with an offload,
             which has fp32 masters then. ``"float32"``, 4 bytes more: any such parameter, rounded to nearest even.
             ``"split"``, 2 bytes more, bf16 only: the parameter is the upper half of the master and a 16-bit remainder

@@ -289,10 +289,11 @@ def test_bytes_of_every_form_are_those_of_the_estimate(tmp_path: Path) -> None:
     numel, dtypes = 1 << 20, {"bf16": torch.bfloat16, "fp32": torch.float32}
     for parameters, code, nbytes, *_ in table("memory.md", "State per element"):
         form = eval(code.strip("`"), {"zero_opt": zero_opt})
-        for offload in (None, zero_opt.CPUOffload(), zero_opt.NVMeOffload(tmp_path)):
+        for offload in (None, zero_opt.CPUOffload(), zero_opt.NVMeOffload(tmp_path), zero_opt.WorkerOffload()):
             found = zero_opt.estimate(
                 numel, 2, zero_opt.CPUAdamW, offload=offload, param_dtype=dtypes[parameters], device="cpu", state=form
             )
             held = sum(found.on_rank(rank).nbytes(kind) for rank in range(2) for kind in ("state", "masters"))
-            assert f"{held / numel:.2f}" == nbytes, (parameters, form, offload)
+            separate = 4 * (parameters == "fp32" and isinstance(offload, zero_opt.WorkerOffload))
+            assert f"{held / numel - separate:.2f}" == nbytes, (parameters, form, offload)
     run_processes(1, lambda rank, world_size: run("memory.md", str(tmp_path)) and None)

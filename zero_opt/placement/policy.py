@@ -191,7 +191,7 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
 
 
 class AdamPolicy(SinglePlacePolicy[OffloadT]):
-    """A policy whose placement keeps fp32 masters and Adam's moments, and steps them natively."""
+    """A policy whose placement keeps Adam's moments and masters, and steps them natively."""
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
