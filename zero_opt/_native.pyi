@@ -284,6 +284,16 @@ def placing(api: object, tensors: list[Tensor]) -> tuple[bytes, bytes]:
     ``api``: ``Tensor.__dlpack_c_exchange_api__``. Raises what that raises of tensors that it cannot read.
     """
 
+def dimensions(api: object, values: list[Tensor], likes: list[Tensor]) -> bool | None:
+    """Whether values have dimensions, all those of their ``likes``; False if none has any.
+
+    None of other values, and of values that differ in dtype or are not dense, row by row, in host memory. Raises what
+    ``api`` (see :func:`placing`) raises of tensors that it cannot read.
+    """
+
+def joined_bytes(api: object, tensors: list[Tensor]) -> bytes:
+    """The bytes of tensors one after the other, each dense, row by row, in host memory; ValueError of others."""
+
 def flattened(dicts: list[Any]) -> list[Any] | None:
     """All keys and values of dicts; None if one is an instance of another class."""
 

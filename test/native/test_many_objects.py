@@ -58,3 +58,29 @@ def test_tensors_that_native_code_cannot_read_are_placed_too() -> None:
 def test_dicts_are_flattened_unless_one_is_of_another_class() -> None:
     assert flattened([{1: "a", 2: "b"}, {}, {3: "c"}]) == [1, "a", 2, "b", 3, "c"]
     assert flattened([{1: "a"}, OrderedDict[int, str]()]) is None
+
+
+def dimensions(values: list[Tensor], likes: list[Tensor]) -> bool | None:
+    return native.dimensions(Tensor.__dlpack_c_exchange_api__, values, likes)
+
+
+def test_values_have_the_dimensions_of_their_likes_or_none() -> None:
+    likes = [square(), torch.ones(2)]
+    assert dimensions([square(), torch.zeros(2)], likes) is True
+    assert dimensions([torch.tensor(1.0), torch.tensor(2.0)], likes) is False
+    assert dimensions([square()[:, :1], torch.zeros(1)], [torch.ones(3, 1), torch.ones(1)]) is None, "not dense"
+    assert dimensions([square().t(), torch.zeros(2)], likes) is None, "not row by row"
+    assert dimensions([square(), torch.zeros(3)], likes) is None
+    assert dimensions([square(), torch.tensor(1.0)], likes) is None
+    assert dimensions([torch.tensor(1.0), torch.zeros(2)], likes) is None
+    assert dimensions([square(), torch.zeros(2).double()], likes) is None
+    assert dimensions([square()], likes) is None
+    assert dimensions([torch.empty(0)], [torch.empty(0)]) is None, "no memory"
+
+
+def test_bytes_of_tensors_are_joined_if_they_are_dense() -> None:
+    tensors = [square()[1:], torch.tensor(2.0), torch.tensor([3, 4], dtype=torch.uint8), square().bfloat16()]
+    joined = native.joined_bytes(Tensor.__dlpack_c_exchange_api__, tensors)
+    assert joined == b"".join(bytes(tensor.reshape(-1).view(torch.uint8).tolist()) for tensor in tensors)
+    with pytest.raises(ValueError, match="not dense"):
+        native.joined_bytes(Tensor.__dlpack_c_exchange_api__, [square().t()])

@@ -57,3 +57,20 @@ def placing_of(tensors: list[Tensor]) -> tuple[object, object]:
         return native.placing(_READER, tensors)  # a tenth of the time
     except Exception:  # no native extension, or tensors of a kind that DLPack does not have
         return list(map(Tensor.data_ptr, tensors)), list(map(_lies_of, tensors))
+
+
+def dimensions_of(values: list[Tensor], likes: list[Tensor]) -> bool | None:
+    """Return whether values have dimensions, all those of their ``likes``; ``False`` if none has any.
+
+    ``None`` of other values, of values that differ in dtype or are not dense, row by row, in host memory, and without
+    native code, which reads them all in one call.
+    """
+    try:
+        return native.dimensions(_READER, values, likes)
+    except Exception:  # as in placing_of()
+        return None
+
+
+def joined_bytes(values: list[Tensor]) -> bytes:
+    """Return the bytes, one after the other, of values whose :func:`dimensions_of` native code has read."""
+    return native.joined_bytes(_READER, values)

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..layout import mask_of
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.flat_param import is_dtensor, moved_of, own_writes
+from ..sharding.flat_param import is_dtensor, own_writes
 from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..state.guard import marks
@@ -343,7 +343,7 @@ class BetweenSteps(Engine):
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()
-                moved_of(self.partition.flats)  # what does not fit any more cannot be stepped, whatever is loaded
+                self.partition.require_fitting()  # what does not fit any more cannot be stepped, whatever is loaded
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
                 self.placement.wait()
                 self.placement.require_writable()

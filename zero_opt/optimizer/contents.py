@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
-from ..kernels.strides import is_dense
+from ..kernels.strides import is_dense, joined_bytes
 from ..sharding.param_groups import UneditedHypers, hypers_of
+from ..state.usual_states import UsualStates, values_by_name
 
 # Tensors of at most so many bytes are hashed together, so many at a time.
 _SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 1 << 10
@@ -72,6 +75,9 @@ class HyperDigest:
 def loaded_digest(states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a digest, equal on two ranks only where :func:`loaded_contents` is; sooner computed for small tensors."""
     told = hashlib.sha256(repr([*hyper_contents(groups)]).encode())
+    if isinstance(states, UsualStates):
+        _tell_usual(told, states)
+        return told.digest()
     kinds: dict[tuple[str, torch.dtype, torch.Size], int] = {}  # in order of appearance
     texts: list[Any] = []
     small: dict[torch.dtype, list[Tensor]] = {}
@@ -93,6 +99,22 @@ def loaded_digest(states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapp
             for start in range(0, len(values), _SMALL_AT_ONCE):
                 told.update(tensor_bytes(torch.cat(values[start : start + _SMALL_AT_ONCE])))
     return told.digest()
+
+
+def _tell_usual(told: hashlib._Hash, states: UsualStates) -> None:
+    """Add to a digest what tells usual states apart.
+
+    Their shapes are those of parameters, which are the same on all ranks, or of scalars.
+    """
+    columns = values_by_name(states.values())
+    forms = [(repr(name), column[0].dtype, column[0].dim() > 0) for name, column in columns.items()]
+    told.update(repr(([*states], forms)).encode())
+    for column in columns.values():
+        small = [value.nbytes <= _SMALL_BYTES for value in column]
+        told.update(repr([value_digest(value) for value in compress(column, map(not_, small))]).encode())
+        values = [*compress(column, small)]
+        for start in range(0, len(values), _SMALL_AT_ONCE):
+            told.update(joined_bytes(values[start : start + _SMALL_AT_ONCE]))
 
 
 def loaded_contents(

@@ -157,7 +157,7 @@ def fitted_state(
         if not whole:
             config.placement.check_hypers(groups)
             fitting = _taken(config.placement.loadable(fitting), param_groups, config, refused)
-        return Loaded(fitting, groups, refused)
+        return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too
     except UnsupportedOptimizer as error:
         raise StateDictError(f"in the state dict, {error}") from error
 

@@ -78,7 +78,9 @@ def check_state(index: int, state: Mapping[str, Any]) -> None:
 def without_column_keys(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     """States for an optimizer that steps no columns, and must not save again what it did not keep."""
     return {
-        index: {key: value for key, value in state.items() if COLUMN_STEPS not in state or key not in COLUMN_KEYS}
+        index: {key: value for key, value in state.items() if key not in COLUMN_KEYS}
+        if COLUMN_STEPS in state
+        else state
         for index, state in states.items()
     }
 

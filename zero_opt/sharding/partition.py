@@ -115,14 +115,21 @@ class Partition:
         for device, streams in self.streams.items():
             streams.join([shard for bucket in self.buckets if bucket.device == device for shard in bucket.own_shards])
 
+    def _facts_now(self) -> list[object]:
+        return [*placing_of(self._params), grad_dtypes_of(self._params)]
+
+    def require_fitting(self) -> None:
+        """Raise what :meth:`refresh` does; follow no parameter."""
+        if self._facts_now() != self._facts:
+            moved_of(self.flats)
+
     def refresh(self) -> list[int]:
         """Follow parameters whose data was re-pointed. Returns their indices.
 
         Raises:
             UnsupportedParam: one does not fit any more, or has gradients of another dtype; none was followed.
         """
-        params = self._params
-        facts = [*placing_of(params), grad_dtypes_of(params)]
+        facts = self._facts_now()
         if facts == self._facts:
             return []
         moved = moved_of(self.flats)

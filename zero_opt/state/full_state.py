@@ -17,6 +17,7 @@ from .consolidate import consolidated
 from .guard import StateGuard
 from .service import StateService
 from .state_dict import StatesByIndex, copied, cut
+from .usual_states import UsualStates, copies_of_usual
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
@@ -124,10 +125,13 @@ class FullState:
 
     def own_part(self, states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
         """Return this rank's slices of state that has its full shape here, or is cut over all ranks (DTensors)."""
-        if any(is_dtensor(value) for state in states.values() for value in state.values()):
+        usual = isinstance(states, UsualStates)
+        if not usual and any(is_dtensor(value) for state in states.values() for value in state.values()):
             return self._by_rows().shards(states)
-        return {
-            piece.param: cut(states[piece.param], piece, self._partition.flats[piece.param])
-            for piece in self._partition.owned()
-            if piece.param in states
-        }
+        flats, pieces = self._partition.flats, [piece for piece in self._partition.owned() if piece.param in states]
+        whole = [piece.param for piece in pieces if usual and piece.in_param.numel == flats[piece.param].numel]
+        parts = copies_of_usual(states, whole)
+        for piece in pieces:
+            if piece.param not in parts:
+                parts[piece.param] = cut(states[piece.param], piece, flats[piece.param])
+        return parts

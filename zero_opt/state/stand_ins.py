@@ -190,8 +190,8 @@ class StandIns:
         for kind, members in self._members.items():
             equal: dict[str, list[int]] = {}
             for index in members:
-                scalars = {key: _number(value) for key, value in states.get(index, {}).items()}
-                equal.setdefault(repr(sorted(scalars.items(), key=repr)), []).append(index)
+                scalars = [(key, _number(value)) for key, value in states.get(index, _NOTHING).items()]
+                equal.setdefault(repr(scalars), []).append(index)
             for alike in equal.values():
                 self._enter(alike, self._first_entry(kind, states.get(alike[0], {})))
 

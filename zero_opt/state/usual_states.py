@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, eq, is_
+from operator import add, attrgetter, eq, is_, le, mul
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ..kernels.checks import DTYPE_NAMES, is_count
-from ..kernels.strides import dtype_of, shape_of
+from ..kernels.strides import dimensions_of
 from ..placement.adam_rules import COLUMN_KEYS, MAXIMUM
 
 # Keys with rules of their own.
 _ODD_KEYS = {*COLUMN_KEYS, MAXIMUM, "master"}
 _COUNT_DTYPES = (torch.float32, torch.float64)
-_is_cpu, _layout, _is_nested = attrgetter("is_cpu"), attrgetter("layout"), attrgetter("is_nested")
+_bytes_each, _bytes_all = attrgetter("itemsize"), attrgetter("nbytes")
 
 
 def are_usual(states: Sequence[Any], params: Sequence[Tensor]) -> bool:
@@ -33,46 +33,48 @@ def are_usual(states: Sequence[Any], params: Sequence[Tensor]) -> bool:
         return False
     if not all(map(eq, map(tuple, states), repeat(names))):
         return False
-    values = [*chain.from_iterable(map(dict.values, states))]
-    if not _are_plain(values):
+    columns = values_by_name(states)
+    values = [*chain.from_iterable(columns.values())]
+    if not all(map(is_, map(type, values), repeat(Tensor))):
         return False
-    shapes = list(map(shape_of, params))
-    columns = {name: values[at :: len(names)] for at, name in enumerate(names)}
-    return all(_is_usual(name, column, shapes) for name, column in columns.items())
+    likes = [*params]
+    return all(_is_usual(name, column, likes) for name, column in columns.items()) and _are_there(values)
 
 
-def _are_plain(values: Sequence[Any]) -> bool:
-    """Return whether all are dense tensors in host memory, of which every element is there and none a lazy view."""
-    return (
-        all(map(is_, map(type, values), repeat(Tensor)))
-        and set(map(_layout, values)) <= {torch.strided}
-        and set(map(_is_cpu, values)) <= {True}
-        and not any(map(_is_nested, values))
-        and DTYPE_NAMES.keys() >= set(map(dtype_of, values))
-        and all(map(Tensor.is_contiguous, values))
-        and not any(map(Tensor.is_neg, values))
-        and all(map(_is_there, values))
-    )
+def values_by_name(states: Collection[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each name, of states with the same names in the same order."""
+    names = next(iter(states), ())
+    values = [*chain.from_iterable(state.values() for state in states)]
+    return {name: values[at :: len(names)] for at, name in enumerate(names)}
 
 
-def _is_there(value: Tensor) -> bool:
-    """Return whether all elements of a contiguous tensor lie in memory of its own."""
-    end = value.storage_offset() * value.itemsize + value.nbytes
-    return bool(value.data_ptr()) and end <= value.untyped_storage().nbytes()
+def _are_there(values: list[Tensor]) -> bool:
+    """Return whether all elements of contiguous tensors lie in memory of their own, and are as they lie there."""
+    ends = map(add, map(mul, map(Tensor.storage_offset, values), map(_bytes_each, values)), map(_bytes_all, values))
+    sizes = map(UntypedStorage.nbytes, map(Tensor.untyped_storage, values))
+    return all(map(le, ends, sizes)) and not any(map(Tensor.is_neg, values))
 
 
-def _is_usual(name: str, column: Sequence[Tensor], shapes: Sequence[torch.Size]) -> bool:
+def _is_usual(name: str, column: list[Tensor], likes: list[Tensor]) -> bool:
     """Return whether the values under one name have one dtype, and the shapes of the parameters or no dimensions."""
-    found = list(map(shape_of, column))
-    if len(set(map(dtype_of, column))) > 1 or not (found == shapes or not any(found)):
+    have_dimensions = dimensions_of(column, likes)
+    if have_dimensions is None or column[0].dtype not in DTYPE_NAMES:
         return False
     if name != "step":
         return True
-    if any(found) or column[0].dtype not in _COUNT_DTYPES:
+    if have_dimensions or column[0].dtype not in _COUNT_DTYPES:
         return False
-    counts = torch.stack(list(column))
+    counts = torch.stack(column)
     return is_count(counts.min()) and is_count(counts.max()) and not bool(counts.isnan().any())
 
 
 class UsualStates(dict[int, Mapping[str, Any]]):
     """States by global parameter index that :func:`are_usual`: what holds for one holds for all of its shape."""
+
+
+def copies_of_usual(states: Mapping[int, Mapping[str, Any]], indices: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return copies of the usual states of these parameters."""
+    columns = values_by_name([states[index] for index in indices])
+    with torch.no_grad():
+        copies = [[*map(Tensor.clone, column)] for column in columns.values()]
+    return {index: dict(zip(columns, values)) for index, values in zip(indices, zip(*copies))}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_opt.optimizer.contents import HyperDigest, contents, loaded_digest
+from zero_opt.state.usual_states import UsualStates
 
 
 def describe(index: int) -> str:
@@ -126,6 +127,33 @@ def test_equal_states_have_the_same_digest() -> None:
 )
 def test_states_that_differ_have_another_digest(states: Any) -> None:
     assert digest(*states) != digest(state(), state())
+
+
+def adam_state(step: float = 1.0) -> dict[str, Any]:
+    return {"step": torch.tensor(step), "exp_avg": torch.arange(6.0).view(2, 3), "large": torch.zeros(1 << 13)}
+
+
+def usual_digest(*states: dict[str, Any]) -> bytes:
+    return loaded_digest(UsualStates(enumerate(states)), [])
+
+
+def test_equal_usual_states_have_the_same_digest() -> None:
+    assert usual_digest(adam_state(), adam_state()) == usual_digest(adam_state(), adam_state())
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        [adam_state()],
+        [adam_state(), adam_state(2.0)],
+        [{**adam_state(), "exp_avg": torch.tensor([[0.0, 1.0, 2.0], [4.0, 3.0, 5.0]])} for _ in range(2)],
+        [{**adam_state(), "exp_avg": torch.arange(6.0).to(torch.bfloat16).view(2, 3)} for _ in range(2)],
+        [{**adam_state(), "large": torch.arange(1 << 13) * 1.0} for _ in range(2)],
+        [{("other" if key == "exp_avg" else key): value for key, value in adam_state().items()} for _ in range(2)],
+    ],
+)
+def test_usual_states_that_differ_have_another_digest(states: list[dict[str, Any]]) -> None:
+    assert usual_digest(*states) != usual_digest(adam_state(), adam_state())
 
 
 def test_hyperparameters_are_in_the_digest_of_loaded_state() -> None:

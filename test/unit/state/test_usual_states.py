@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_opt.state.usual_states import are_usual
+from zero_opt.state.usual_states import UsualStates, are_usual, copies_of_usual
 
 PARAMS = [torch.zeros(2, 3), torch.zeros(5)]
 
@@ -22,6 +22,7 @@ def test_those_of_adam_are() -> None:
     assert not are_usual([], [])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "change",
     [
@@ -35,6 +36,8 @@ def test_those_of_adam_are() -> None:
         lambda state: state.update(exp_avg=torch._neg_view(torch.zeros(2, 3))),
         lambda state: state.update(exp_avg=torch.zeros(2, 3, device="meta")),
         lambda state: state.update(exp_avg=torch.zeros(2, 3).to_sparse()),
+        lambda state: state.update(exp_avg=torch.nested.nested_tensor([torch.zeros(3), torch.zeros(3)])),
+        lambda state: state.update(exp_avg=torch.zeros(2, 3, dtype=torch.int64)),
         lambda state: state.update(exp_avg=torch.nn.Parameter(torch.zeros(2, 3))),
         lambda state: state["exp_avg"].untyped_storage().resize_(4),
         lambda state: state.update(more=torch.zeros(2, 3)),
@@ -46,3 +49,14 @@ def test_what_is_looked_at_by_itself(change: Callable[[dict[str, Any]], Any]) ->
     states = _states()
     change(states[0])
     assert not are_usual(states, PARAMS)
+
+
+def test_copies_are_of_the_parameters_asked_for_and_share_no_memory() -> None:
+    states = UsualStates(enumerate(_states()))
+    copies = copies_of_usual(states, [1])
+    assert copies.keys() == {1}
+    assert copies[1].keys() == states[1].keys()
+    for key, value in copies[1].items():
+        assert torch.equal(value, states[1][key])
+        assert value.data_ptr() != states[1][key].data_ptr()
+    assert copies_of_usual(states, []) == {}
