@@ -173,6 +173,20 @@ def _reduce_mean(pg: Any, chunk: Tensor, owner: int) -> None:
     Transfer(ALL, pg.reduce, [chunk], options).wait()
 
 
+def gathered_over(pg: Any, part: Tensor, who: str) -> Tensor:
+    """Return the parts of all ranks of a group, which are equally long, one after the other. Collective.
+
+    Args:
+        who: the ranks that it may have to wait for.
+
+    Raises:
+        PeerLost: a rank has ended, or did not come within the group's timeout.
+    """
+    whole = part.new_empty(pg.size() * part.numel())
+    Transfer(who, _method(pg, "all_gather_single", "_allgather_base"), whole, part, on_host=part.is_cpu).wait()
+    return whole
+
+
 def _start_gather(pg: Any, whole: Tensor, part: Tensor) -> Transfer:
     """Start to bring every rank's part of a tensor, which all are equal, to each rank of a group."""
     return Transfer(ALL, _method(pg, "all_gather_single", "_allgather_base"), whole, part)

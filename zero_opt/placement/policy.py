@@ -84,11 +84,12 @@ class PlacementPolicy(ABC):
     :meth:`build`.
 
     Attributes:
-        begins_in_backward: whether steps begin while gradients are still being reduced.
+        steps_in_background: whether steps are made while this process computes: gradients are better early than at
+            ``step()``.
         mixes_groups: whether parameters of one bucket may be of several param groups.
     """
 
-    begins_in_backward = mixes_groups = False
+    steps_in_background = mixes_groups = False
 
     def __init__(self, inputs: PlacementInputs) -> None:
         self.inputs = inputs

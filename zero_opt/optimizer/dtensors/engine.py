@@ -12,7 +12,7 @@ from torch import Tensor
 from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
 from ...placement.compact_state import is_compact
-from ...policies import AlreadyReduced, bucket_mb_of
+from ...policies import AlreadyReduced, Overlapped, bucket_mb_of
 from ...reduction import GradShard, ReductionPolicy
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
@@ -86,13 +86,16 @@ class DTensorEngine(ShardedEngine):
     """
 
     _mesh: MeshParams
+    _view: LocalView
 
     def __init__(self, config: Config, groups: OwnGroups, user: UnevenInputs, mesh: MeshParams) -> None:
         # Gradients are the means already, of the parts that are here.
-        streamed = config.placement.begins_in_backward
-        self._view = StreamedView(user) if streamed else LocalView(user)
-        config = replace(config, reduction=_of_parts(config.reduction, mesh) if streamed else AlreadyReduced())
-        super().__init__(config, groups, user, mesh, self._view)
+        reduction: ReductionPolicy = AlreadyReduced()
+        if config.placement.steps_in_background and isinstance(config.reduction, Overlapped):
+            reduction, self._view = _of_parts(config.reduction, mesh), StreamedView(user)
+        else:
+            self._view = LocalView(user)
+        super().__init__(replace(config, reduction=reduction), groups, user, mesh, self._view)
 
     def reduce(
         self,
@@ -194,8 +197,7 @@ class DTensorEngine(ShardedEngine):
             self._view.close()
 
 
-def _of_parts(reduction: ReductionPolicy, mesh: MeshParams) -> ReductionPolicy:
+def _of_parts(reduction: Overlapped, mesh: MeshParams) -> Overlapped:
     """Return the reduction of plain parameters over parts, whose buckets have parts of as many parameters."""
-    assert not isinstance(reduction, AlreadyReduced)  # the placement's policy has refused it
     whole = bucket_mb_of(reduction, between_hosts=False)
     return replace(reduction, bucket_mb=max(whole * mesh.share, min(whole, _BUCKET_MB)))

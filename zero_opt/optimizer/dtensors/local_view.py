@@ -33,7 +33,7 @@ class _Twin:
         self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
         self._apart = is_dtensor(param)
         self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
-        self._note()
+        self._note(part)
 
     def follow(self) -> None:
         """Take over what the user and autograd have done to the parameter since."""
@@ -46,13 +46,12 @@ class _Twin:
             plain.data = part
         if self._apart and (version_of(param), version_of(part)) != self._edits:
             torch.autograd.graph.increment_version([plain])
-        self._note()
+        self._note(part)
         plain.grad = local_grad(param)
 
-    def _note(self) -> None:
+    def _note(self, part: Tensor) -> None:
         """Note how often the parameter and its part have been written to."""
-        self._edits = version_of(self.param), version_of(local_of(self.param))
-        self._writes = version_of(self.plain)
+        self._edits, self._writes = (version_of(self.param), version_of(part)), version_of(self.plain)
 
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
@@ -91,7 +90,7 @@ class _Twin:
             self.plain.grad = None
         if self._apart and version_of(self.plain) != self._writes:
             torch.autograd.graph.increment_version([self.param])
-            self._note()
+            self._note(local_of(self.param))
 
 
 class PlainGroup(UserDict[str, Any]):
@@ -156,6 +155,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         self._live: dict[Tensor, ParamState] = {}
         # As users see it: the live value and what stands for it.
         self._pairs: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
+        self._others: dict[Tensor, dict[str, tuple[Any, Any]]] = {}  # those before: a step may go from bank to bank
 
     def __getitem__(self, plain: Tensor) -> ParamState:
         """The live state, or what the user has put in its place."""
@@ -178,7 +178,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
         """Put other live state in the place of what there is."""
-        self._live[plain], self._pairs[plain] = live, {}
+        self._live[plain], self._pairs[plain], self._others[plain] = live, {}, {}
         param = self._twins[plain].param
         self._user.state[param] = DTensorValues(live, param, plain) if isinstance(live, ReadThrough) else {}
         self._refresh(plain)
@@ -187,6 +187,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         """Let the user see no state of a parameter."""
         self._live.pop(plain, None)
         self._pairs.pop(plain, None)
+        self._others.pop(plain, None)
         del self._user.state[self._twins[plain].param]
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -209,7 +210,10 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
         if len(kept) == len(before) == len(live):
             return
+        others = self._others.get(plain, {})
+        kept |= {key: others[key] for key, value in live.items() if key in others and others[key][0] is value}
         pairs = {key: kept.get(key) or (value, value_of_param(value, param, plain)) for key, value in live.items()}
+        self._others[plain] = before
         self._pairs[plain], seen = pairs, self._user.state[param]
         seen.clear()
         seen.update((key, pair[1]) for key, pair in pairs.items())

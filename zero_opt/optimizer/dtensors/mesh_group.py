@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.backend_exchanges import gathered_over
 from ...comm.groups import INLINE_BYTES, Group
-from ...comm.transfers import peer_lost
 
 
 class MeshGroup(Group):
@@ -34,10 +34,9 @@ class MeshGroup(Group):
         Raises:
             PeerLost: a rank has ended, or did not come in that time.
         """
-        from torch.distributed.tensor import DTensor, Shard
-
         mesh = self._device_mesh
-        mine = tensor.detach().to(mesh.device_type).unsqueeze(0)
-        with peer_lost("all ranks of the mesh"):
-            rows = DTensor.from_local(mine, mesh, [Shard(0)] * mesh.ndim, run_check=False).full_tensor()
-            return list(rows.to(tensor.device))
+        rows = tensor.detach().to(mesh.device_type).flatten()
+        for dim in reversed(range(mesh.ndim)):  # the last one's ranks are neighbors
+            if mesh.size(dim) > 1:
+                rows = gathered_over(mesh.get_group(dim), rows, "all ranks of the mesh")
+        return list(rows.to(tensor.device).view(-1, *tensor.shape))

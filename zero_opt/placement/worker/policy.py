@@ -28,7 +28,7 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
 
     def __init__(self, offload: WorkerOffload, inputs: PlacementInputs) -> None:
         super().__init__(offload, inputs)
-        self.delay, self.begins_in_backward = offload.delay, offload.speculate
+        self.delay, self.steps_in_background = offload.delay, offload.steps_in_background
 
     @property
     def threads(self) -> int | None:

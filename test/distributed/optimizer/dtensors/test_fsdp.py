@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -25,7 +26,7 @@ from test.support.fsdp_models import (
 from test.support.harness import assert_bitwise, run_processes
 
 STEPS = 5
-WORKER, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
+WORKER = zero_opt.WorkerOffload()
 MESHES = {"uneven": (2,), "three": (3,), "replicas": (2, 2)}
 
 
@@ -63,35 +64,60 @@ def test_steps_are_those_of_torch(shape: tuple[int, ...]) -> None:
     run_processes(torch.Size(shape).numel(), _steps_as_torch, shape)
 
 
-def _delayed(rank: int, world_size: int) -> None:
-    mesh = mesh_of((world_size,))
-    net, optimizer = sharded(mesh), None
+def _delayed(rank: int, world_size: int, shape: tuple[int, ...], factor: float) -> None:
+    """Gradients of predictions, applied a step later to what they predict, which ``flush()`` shows; two backwards."""
+    mesh = mesh_of(shape)
+    net = sharded(mesh)
+    params = list(net.parameters())
     plain = torch.optim.AdamW(groups_of(net), lr=0.02, fused=True)
     expected, waiting = [], None
+    true = shown = locals_of(params)
     for step in range(STEPS + 1):
+        _put(params, shown)
         if step < STEPS:
-            plain.zero_grad()
-            backward(net, step, rank)
-            new = [param.grad for param in net.parameters()]
+            _backwards(net, plain, step, rank)
+            new = [param.grad for param in params]
+        _put(params, true)
+        shown = true
         if waiting is not None:
             set_lr(plain, step - 1)
-            for param, grad in zip(net.parameters(), waiting, strict=True):
+            for param, grad in zip(params, waiting, strict=True):
                 param.grad = grad
             plain.step()
+            before, true = true, locals_of(params)
+            moved = [grad is not None for grad in waiting]
+            shown = [p + factor * (p - q) if m else p for p, q, m in zip(true, before, moved, strict=True)]
         waiting = new
-        expected.append(locals_of(net.parameters()))
+        expected.append(shown)
 
-    net = sharded(mesh)
-    optimizer = ours(net, offload=LATER)
-    found = _trained(net, optimizer, rank, clip=False)
-    optimizer.flush()
-    assert_bitwise([*found, locals_of(net.parameters())], expected)
-    assert_bitwise(local_state(optimizer), local_state(plain))
-    optimizer.close()
+    for reduction in (zero_opt.Overlapped(bucket_mb=0.01), zero_opt.AtStep()):
+        net = sharded(mesh)
+        optimizer = ours(net, offload=zero_opt.WorkerOffload(delay=1, prediction=factor), reduction=reduction)
+        for step in range(STEPS):
+            _backwards(net, optimizer, step, rank)
+            set_lr(optimizer, step)
+            optimizer.step()
+            assert_bitwise(locals_of(net.parameters()), expected[step], f"{reduction}, step {step}")
+        optimizer.flush()
+        assert_bitwise(locals_of(net.parameters()), true, f"{reduction}, flushed")
+        assert_bitwise(local_state(optimizer), local_state(plain))
+        optimizer.close()
 
 
-def test_a_delayed_step_applies_the_gradient_before() -> None:
-    run_processes(2, _delayed)
+def _put(params: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.to_local().detach().copy_(value)
+
+
+def _backwards(net: Any, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    for part in range(1 + step % 2):
+        backward(net, step + 100 * part, rank)
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((1,), 1.5), ((2,), 0.0), ((2,), 1.5), ((2, 2), 1.5)])
+def test_a_delayed_step_applies_the_gradient_before(shape: tuple[int, ...], factor: float) -> None:
+    run_processes(torch.Size(shape).numel(), _delayed, shape, factor)
 
 
 def _parts_of_any_size(rank: int, world_size: int) -> None:

@@ -130,7 +130,6 @@ def _steps_as_torch(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
         for mine, theirs in zip(found, expected, strict=True):
             assert_bitwise(mine[1:], theirs[1:], f"{policy}, {max_norm}, {mine[0]}")
         placement: Any = optimizer._engine.placement  # type: ignore[attr-defined]
-        assert placement.redone > 0
         assert (placement.kept > 0) == keeps, (max_norm, placement.kept)
         optimizer.close()
 
