@@ -114,7 +114,9 @@ class MeshParams:
             RankMismatch: on every rank, if limits differ.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
-        rows, limits = [(0, *look(plain, range(len(params)), None, known)[0])], dict[int, float]()
+        rows, limits = list[tuple[int, float, float]](), dict[int, float]()
+        if any(grad is not None for grad in plain):
+            rows.append((0, *look(plain, range(len(params)), None, known)[0]))
         for mesh, group in self._groups.items():
             counted = [
                 grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
