@@ -44,9 +44,12 @@ def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
     return fresh.zero_()
 
 
-def _add_bases(state: dict[str, Any], param: Tensor) -> None:
-    for moment in MOMENTS:
-        state[f"{moment}_base"] = torch.zeros(blocks_of(param.numel()), dtype=torch.int16, device="cpu")
+def _new_arrays(like: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Tensor]:
+    """Return zeros for what a step writes, by role, but for a param, a master or what a split one has beside that."""
+    return {
+        role: torch.zeros(blocks_of(like.numel()), dtype=dtype, device="cpu") if role in BASES else _like(like, dtype)
+        for role, dtype in state_dtypes(AdamState(form.moments), amsgrad=amsgrad).items()
+    }
 
 
 def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any]:
@@ -54,13 +57,8 @@ def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any
 
     The caller takes it over in one call: a Ctrl-C in the middle must leave no part of a state.
     """
-    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    for moment in MOMENTS:
-        state[moment] = _like(param, MOMENT_DTYPE[form.moments])
-    if amsgrad:
-        state["max_exp_avg_sq"] = _like(param, torch.float32)
-    if form.moments == "block8":
-        _add_bases(state, param)
+    step = torch.zeros((), dtype=torch.float32, device="cpu")
+    state = {"step": step, **_new_arrays(param, form, amsgrad=amsgrad)}
     if param.dtype in HALVES:
         _add_master(state, param, param.detach().float(), form)
     return state
@@ -68,12 +66,31 @@ def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any
 
 def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: AdamState) -> None:
     if form.master == "split":
-        bits = master.contiguous().view(torch.int32)
-        state["remainder"] = _like(param, torch.int16).copy_(bits)
-        rounded = torch.where(master.isnan(), 0x7FC00000, bits + 0x8000) >> 16
-        param.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+        rounded, remainder = split_master(master)
+        state["remainder"] = _like(param, torch.int16).copy_(remainder)
+        param.copy_(rounded)
     else:
         state["master"] = _like(param, torch.float32).copy_(master)
+
+
+def _separable_bits(master: Tensor) -> Tensor:
+    """Return the bits of an fp32 master that a bf16 param and a remainder can stand for: one NaN alone, as natively."""
+    return torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bf16 param and the int16 remainder that an fp32 master is split into, as the kernel splits it."""
+    bits = _separable_bits(master)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def _upper_bits(param: Tensor) -> Tensor:
+    return param.detach().contiguous().view(torch.int16).int() << 16
+
+
+def joined_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 master that a bf16 param and a remainder of its shape are."""
+    return (_upper_bits(param) + remainder.int()).view(torch.float32)
 
 
 def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
@@ -83,8 +100,7 @@ def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
     """
     remainder = _like(param, torch.int16)
     if master is not None:
-        bits = master.to(device="cpu", dtype=torch.float32).contiguous().view(torch.int32)
-        lacking = bits - (param.detach().contiguous().view(torch.int16).int() << 16)
+        lacking = _separable_bits(master.to(device="cpu", dtype=torch.float32)) - _upper_bits(param)
         lacking.masked_fill_(lacking.abs() > 0x8000, 0)
         remainder.copy_(lacking.clamp_(max=0x7FFF))
     return remainder
@@ -136,7 +152,8 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
         UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
     """
     check_arrays(name, arrays_of(state, param))
-    return {key: plain_value(state, param, key) for key in plain_keys(state)}
+    moments = dict(zip(MOMENTS, _plain_moments(state), strict=True))
+    return {key: moments[key] if key in moments else plain_value(state, param, key) for key in plain_keys(state)}
 
 
 def plain_keys(state: Mapping[str, Any]) -> list[str]:
@@ -147,13 +164,19 @@ def plain_keys(state: Mapping[str, Any]) -> list[str]:
 def plain_value(state: Mapping[str, Any], param: Tensor, key: str) -> Any:
     """Return one value of a live state in torch's form. What is in that form already is not copied."""
     if key == "master" and "remainder" in state:
-        high = param.detach().contiguous().view(torch.int16).int() << 16
-        return (high + state["remainder"].int()).view(torch.float32)
-    if key not in MOMENTS or "exp_avg_base" not in state:
-        return state[key].float() if key in MOMENTS else state[key]
+        return joined_master(param, state["remainder"])
+    if key in MOMENTS and "exp_avg_base" in state:
+        return _plain_moments(state)[MOMENTS.index(key)]
+    return state[key].float() if key in MOMENTS else state[key]
+
+
+def _plain_moments(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return both moments in fp32. What is in fp32 already is not copied."""
+    if "exp_avg_base" not in state:
+        return [state[moment].float() for moment in MOMENTS]
     moments = [_like(state[moment], torch.float32) for moment in MOMENTS]
     native.unpack_moments(_moment_run(state, moments, 1.0))
-    return moments[MOMENTS.index(key)]
+    return moments
 
 
 def unpacked(codes: Sequence[Tensor], bases: Sequence[Tensor], lead: int) -> list[Tensor]:
@@ -164,7 +187,7 @@ def unpacked(codes: Sequence[Tensor], bases: Sequence[Tensor], lead: int) -> lis
     """
     whole = [torch.cat([run.new_zeros(lead), run]) for run in codes]
     state = dict(zip((*MOMENTS, *BASES), (*whole, *(base.contiguous() for base in bases)), strict=True))
-    return [plain_value(state, whole[0], moment)[lead:] for moment in MOMENTS]
+    return [moment[lead:] for moment in _plain_moments(state)]
 
 
 def code_key(key: str, value: Any) -> str:
@@ -198,6 +221,11 @@ def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:
     return dtypes
 
 
+def role_numel(role: str, numel: int) -> int:
+    """Return how many elements an array has for so many of the param."""
+    return blocks_of(numel) if role in BASES else numel
+
+
 def span_of(role: str, where: slice) -> slice:
     """Return where an array has what belongs to these elements, the first of which begins a block."""
     if role not in BASES:
@@ -214,24 +242,29 @@ def _moment_run(state: Mapping[str, Any], plain: list[Tensor], step: float) -> A
     return native.MomentRun(state["exp_avg"].numel(), dtype, addresses, step=step)
 
 
-def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
-    """Return a state in torch's form in the form that is asked for; a split master is written to the param too.
+def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> dict[str, Any]:
+    """Return a state in torch's form in the form that is asked for, without a master.
 
     A moment that the form can hold is kept as it is; others are rounded.
+
+    Args:
+        like: has the shape and strides of what is stepped.
     """
-    state = dict(plain)
-    state["step"] = torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu")
-    if "max_exp_avg_sq" in plain:
-        state["max_exp_avg_sq"] = _like(param, torch.float32).copy_(plain["max_exp_avg_sq"])
-    fp32 = [_like(param, torch.float32).copy_(plain[moment]) for moment in MOMENTS]
-    if form.moments == "float32":
-        state.update(zip(MOMENTS, fp32))
-    else:
-        state.update({moment: _like(param, MOMENT_DTYPE[form.moments]) for moment in MOMENTS})
-        if form.moments == "block8":
-            _add_bases(state, param)
-        native.pack_moments(_moment_run(state, fp32, max(float(plain["step"]), 1.0)))
-    master = state.pop("master", None)
+    given = {key: value for key, value in plain.items() if key != "master"}
+    step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
+    arrays = _new_arrays(like, form, amsgrad="max_exp_avg_sq" in given)
+    for role, array in arrays.items():
+        if array.dtype is torch.float32:
+            array.copy_(given[role])
+    if form.moments != "float32":
+        fp32 = [_like(like, torch.float32).copy_(given[moment]) for moment in MOMENTS]
+        native.pack_moments(_moment_run(arrays, fp32, max(float(given["step"]), 1.0)))
+    return {**given, "step": step, **arrays}
+
+
+def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
+    """Return a state in torch's form in the form that is asked for; a split master is written to the param too."""
+    state, master = packed_moments(plain, param, form), plain.get("master")
     if param.dtype in HALVES:
         _add_master(state, param, param.detach().float() if master is None else master.float(), form)
     return state

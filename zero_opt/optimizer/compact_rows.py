@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError
-from ..kernels.adam_state import CODES, HALVES, MOMENTS, code_key, state_dtypes, unpacked
+from ..kernels.adam_state import CODES, HALVES, MOMENTS, code_key, joined_master, state_dtypes, unpacked
 from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
 from ..kernels.strides import contiguous_strides
 from ..policies import AdamState
@@ -149,8 +149,8 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
         plain.update(zip(MOMENTS, (codes[0].with_values(run, group) for run in moments), strict=True))
     if "remainder" in entry:
         low = Rows.of(entry["remainder"], group)
-        high = Rows.whole(param).run[low.span.start : low.span.stop].view(torch.int16).int() << 16
-        plain["master"] = low.with_values((high + low.run.int()).view(torch.float32), group)
+        high = Rows.whole(param).run[low.span.start : low.span.stop]
+        plain["master"] = low.with_values(joined_master(high, low.run), group)
     return plain
 
 

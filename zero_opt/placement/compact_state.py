@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import StateDictError
-from ..kernels.adam_state import HALVES, code_key, live_state, plain_keys, plain_value, remainder_of
+from ..kernels.adam_state import HALVES, code_key, packed_moments, plain_keys, plain_value, remainder_of
 from ..kernels.runs import BASES
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
@@ -33,8 +32,7 @@ def live_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dic
 
     A split master is kept as far as the parameter is what it rounds to; without a master, the parameter is it.
     """
-    plain = {key: value for key, value in saved.items() if key != "master"}
-    state = live_state(plain, torch.empty_like(stepped, dtype=torch.float32), form)
+    state = packed_moments(saved, stepped, form)
     if form.master == "split":
         state["remainder"] = remainder_of(stepped, saved.get("master"))
     return state

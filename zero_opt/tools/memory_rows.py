@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm.pieces import LANES, LARGE_LANES
-from ..kernels.adam_state import span_of, state_dtypes
+from ..kernels.adam_state import role_numel, state_dtypes
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.compact_state import is_compact
@@ -128,8 +128,7 @@ class Sizing:
             return self._sizes.of(group, self.hypers[group], shape, dtype)
         amsgrad = bool(self.hypers[group].get("amsgrad"))
         dtypes = state_dtypes(replace(form, master=None), amsgrad=amsgrad)
-        whole = slice(0, math.prod(shape))
-        sizes = {role: span_of(role, whole).stop * of_role.itemsize for role, of_role in dtypes.items()}
+        sizes = {role: role_numel(role, math.prod(shape)) * of_role.itemsize for role, of_role in dtypes.items()}
         return {"step": torch.float32.itemsize, **sizes}
 
     def _add_alone(self, tally: Tally) -> None:

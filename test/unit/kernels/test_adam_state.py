@@ -16,6 +16,8 @@ from torch.nn import Parameter
 import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
 from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
+from zero_opt.kernels.adam_state import joined_master, remainder_of, split_master
 
 FORMS = [
     AdamState(moments, master)
@@ -62,6 +64,22 @@ def test_the_master_is_the_param_of_an_fp32_run(master: str, moments: str) -> No
 
 def rounded_away(values: Tensor) -> Tensor:
     return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def test_masters_are_split_and_joined_as_the_kernel_does_it() -> None:
+    ordinary = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    odd = [0x7FC00000, 0x7FC00001, 0x7F800001, -1, -0x400000, 0x7F800000, -0x800000, 0, -0x80000000, 0x7F7FFFFF, 0x8000]
+    master = torch.cat([ordinary, torch.tensor(odd, dtype=torch.int32).view(torch.float32)])
+    moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+    upper, lower = split_master(master)
+    param, remainder = upper.clone(), master.view(torch.int32).to(torch.int16)  # NaNs have other bits yet
+    unchanging = AdamHypers(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True)
+    arrays = {"param": param, "remainder": remainder, "grad": torch.zeros_like(master), **moments}
+    adam_update_([AdamUpdate(name="p", hypers=unchanging, step=1.0, **arrays)])
+    for mine, native in ((upper, param), (lower, remainder), (remainder_of(upper, master), remainder)):
+        assert torch.equal(mine.view(torch.int16), native.view(torch.int16))
+    joined, quiet = joined_master(upper, lower).view(torch.int32), torch.tensor(0x7FC00000, dtype=torch.int32)
+    assert torch.equal(joined, torch.where(master.isnan(), quiet, master.view(torch.int32)))
 
 
 def test_fp16_params_with_a_master() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import span_of, state_dtypes
+from ...kernels.adam_state import role_numel, span_of, state_dtypes
 from ...kernels.runs import BLOCK_NUMEL
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
@@ -29,7 +29,7 @@ _LEAST_WINDOWS, _SMALL_WINDOW_BYTES = 16, 4 * 2**20
 
 def array_nbytes(role: str, dtype: torch.dtype, numel: int) -> int:
     """Bytes of so many elements of an array."""
-    return int(span_of(role, slice(0, numel)).stop) * dtype.itemsize
+    return role_numel(role, numel) * dtype.itemsize
 
 
 class FileShard(StateShard):

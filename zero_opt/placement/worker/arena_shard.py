@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...kernels.adam_state import HALVES, span_of, state_dtypes
+from ...kernels.adam_state import HALVES, role_numel, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
 from ...policies import AdamState
@@ -80,7 +80,7 @@ class ArenaShard(StateShard):
 
     def numel_of(self, role: str) -> int:
         """How many elements an array has."""
-        return int(span_of(role, slice(0, self.bucket.shard_numel)).stop)
+        return role_numel(role, self.bucket.shard_numel)
 
     def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
         """Bytes of these arrays, one after the other, and of gaps between large ones."""
@@ -102,7 +102,7 @@ class ArenaShard(StateShard):
         """How many elements of an array are in use."""
         if kind == "grad_shards":
             return self.numel_of(role)
-        return sum(span_of(role, slice(0, piece.in_param.numel)).stop for piece in self.pieces)
+        return sum(role_numel(role, piece.in_param.numel) for piece in self.pieces)
 
     def kind_of(self, role: str) -> tuple[str, str]:
         """What an array is, as a kind and a name; see :class:`~zero_opt.tools.memory_rows.Row`."""
