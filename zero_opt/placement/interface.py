@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from ..errors import ZeroOptError
-from ..reduction.interface import GradShard
+from ..reduction.interface import GradShard, used_buckets
 from ..sharding.buckets import GradBucket
 from .masters import MasterShard, Stretch
 from .read_through import ReadThrough
@@ -82,7 +82,7 @@ class Placement(ABC):
 
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """The buckets that :meth:`step` will update, the same on every rank. Collective."""
-        return [shard.bucket for shard in grads if shard.used]
+        return used_buckets(grads)
 
     @abstractmethod
     def step(

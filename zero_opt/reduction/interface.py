@@ -43,6 +43,11 @@ class GradShard(NamedTuple):
         return [position for position, grad in enumerate(self.grads) if grad is not None]
 
 
+def used_buckets(grads: Sequence[GradShard]) -> list[int]:
+    """Return the indices of the buckets of which any rank has a gradient."""
+    return [shard.bucket for shard in grads if shard.used]
+
+
 @dataclass
 class StepCount:
     """Where training is. The engine alone writes to it.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
 from ...kernels.adam_state import HALVES
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
@@ -153,7 +153,7 @@ class DevicePlacement(StretchPlacement[Unit]):
         for work in works:
             work.unit.fetch(work.grads)
         self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
-        yield from (shard.bucket for shard in grads if shard.used)
+        yield from used_buckets(grads)
 
     def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
         """What there is to step."""

@@ -12,7 +12,7 @@ from ...kernels import AdamUpdate
 from ...kernels.adam_state import follow_param, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, used_buckets
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
@@ -43,7 +43,7 @@ class FileStep:
         buffers: Sequence[Buffer],
         disk: Disk,
     ) -> None:
-        self.buckets = [grad_shard.bucket for grad_shard in grads if grad_shard.used]
+        self.buckets = used_buckets(grads)
         self.segments: dict[int, list[Segment]] = {}
         self._groups = [(adam_hypers(group), bool(group["amsgrad"])) for group in groups]
         self._adam_update = update

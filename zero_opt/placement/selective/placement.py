@@ -19,7 +19,7 @@ from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels import adam_update_
 from ...policies import AdamState, Selective
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...system.devices import HOST
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, require_fitting, say_without_masters
@@ -307,7 +307,7 @@ class SelectivePlacement(Placement):
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
         """The buckets whose parameters the next step changes on any rank. Collective where columns are selected."""
         self._chosen = self._selector.select(self._squares(grads)) if self._schedule.selects else None
-        used = {shard.bucket for shard in grads if shard.used}
+        used = set(used_buckets(grads))
         ahead = replace(self._schedule)  # as it is when columns have been selected, which may end the window
         if self._chosen is not None:
             ahead.selected(self._chosen[1])
@@ -344,7 +344,7 @@ class SelectivePlacement(Placement):
         self._rearrange()
         for _ in self._small.step(grads, groups, grad_scale):
             pass
-        self._waiting |= {shard.bucket for shard in grads if shard.used}
+        self._waiting |= set(used_buckets(grads))
         for shard, position, grad in self._used(grads):
             column_slice, run = shard.slices[position], shard.flat_grad(position, grad)
             # Columns are counted that are elsewhere, too: any rank can say of all how often they were stepped.

@@ -13,7 +13,7 @@ from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels.functions import adam_hypers
 from ...policies import AdamState, WorkerOffload
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import versions_of
 from ...system.devices import is_host
@@ -173,12 +173,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
         if not self._late:
-            return self._in_order(grads)
+            return used_buckets(grads)
         return [] if self._pending is None else self._pending.buckets
-
-    def _in_order(self, grads: Sequence[GradShard]) -> list[int]:
-        """The buckets that a step updates on whatever rank."""
-        return [shard.bucket for shard in grads if shard.used]
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -284,7 +280,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             sequence = self._send(list(batches.values()))
         for shard, _ in used:
             shard.lend_grads()
-        return Pending(sequence, self._in_order(grads), used)
+        return Pending(sequence, used_buckets(grads), used)
 
     def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:
         """Return what is used here. Its gradients are in the arena, or copies of them are on their way there."""

@@ -35,7 +35,7 @@ from ...comm.groups import Group
 from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
 from ...policies import AdamState, WorkerOffload
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
 from .arena_shard import ArenaShard
@@ -289,7 +289,7 @@ class SpeculativePlacement(WorkerPlacement):
             self._summed.clear()
             # All that was submitted ends before a result is brought in: then the banks that do not count are free.
             sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
-            return Pending(sequence, self._in_order(grads), [*made.used, *drafted.values()])
+            return Pending(sequence, used_buckets(grads), [*made.used, *drafted.values()])
 
     def _was_drafted(self, used: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""
