@@ -21,8 +21,9 @@ from .runs import BASES, BLOCK_NUMEL, blocks_of, check_arrays
 HALVES = (torch.bfloat16, torch.float16)
 MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MAXIMUM = "max_exp_avg_sq"
 # What of a live state a step writes, beside the count of steps and the master. Other entries are the user's own.
-ROLES = (*MOMENTS, "max_exp_avg_sq", "remainder", *BASES)
+ROLES = (*MOMENTS, MAXIMUM, "remainder", *BASES)
 
 
 def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
@@ -128,7 +129,7 @@ def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamSt
     count = plain["step"]
     if not is_number_of_steps(count):
         raise StateDictTypeError(f"step saved for {name} must be a number of steps, got {quoted(count)}")
-    for key in (*MOMENTS, "max_exp_avg_sq", "master"):
+    for key in (*MOMENTS, MAXIMUM, "master"):
         if key in plain:
             _check_array(f"{key} saved for {name}", plain[key], param)
     if form != AdamState():
@@ -196,6 +197,8 @@ def code_key(key: str, value: Any) -> str:
 
 
 CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
+# What is saved of compact state as it is stored, under keys that torch's form has not.
+STORED_KEYS = (*CODES, *BASES, "remainder")
 
 
 def follow_param(master: Tensor, param: Tensor) -> None:
@@ -213,7 +216,7 @@ def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:
     """Return the dtypes of what a step writes of a param, by role, but for the param and a master in its place."""
     dtypes = dict.fromkeys(MOMENTS, MOMENT_DTYPE[form.moments])
     if amsgrad:
-        dtypes["max_exp_avg_sq"] = torch.float32
+        dtypes[MAXIMUM] = torch.float32
     if form.moments == "block8":
         dtypes |= dict.fromkeys(BASES, torch.int16)
     if form.master == "split":
@@ -252,7 +255,7 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
     """
     given = {key: value for key, value in plain.items() if key != "master"}
     step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
-    arrays = _new_arrays(like, form, amsgrad="max_exp_avg_sq" in given)
+    arrays = _new_arrays(like, form, amsgrad=MAXIMUM in given)
     for role, array in arrays.items():
         if array.dtype is torch.float32:
             array.copy_(given[role])

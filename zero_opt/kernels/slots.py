@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError, quoted
 from ..system.extension import native
-from .adam_state import ROLES, arrays_of
+from .adam_state import MAXIMUM, ROLES, arrays_of
 from .checks import check_tensor, is_number_of_steps
 from .runs import BoundRun, check_arrays, note_written
 from .strides import dtype_of, placing_of, shape_of
@@ -31,14 +31,14 @@ class Slot(BoundRun):
     def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
         arrays = arrays_of(state, param)
         if not amsgrad:
-            arrays.pop("max_exp_avg_sq", None)
-        elif "max_exp_avg_sq" not in arrays:
-            raise StateDictError(f"{name} has no max_exp_avg_sq: amsgrad cannot be switched on after the first step")
+            arrays.pop(MAXIMUM, None)
+        elif MAXIMUM not in arrays:
+            raise StateDictError(f"{name} has no {MAXIMUM}: amsgrad cannot be switched on after the first step")
         check_arrays(name, arrays)
         super().__init__(arrays, grad.dtype, kept_step=_kept_step(name, state))
         self.amsgrad, self.shape = amsgrad, param.shape
         self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
-        keys = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != "max_exp_avg_sq")]
+        keys = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != MAXIMUM)]
         kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
         self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
 

@@ -19,7 +19,17 @@ from torch import Tensor
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError
-from ..kernels.adam_state import CODES, HALVES, MOMENTS, code_key, joined_master, state_dtypes, unpacked
+from ..kernels.adam_state import (
+    CODES,
+    HALVES,
+    MAXIMUM,
+    MOMENTS,
+    STORED_KEYS,
+    code_key,
+    joined_master,
+    state_dtypes,
+    unpacked,
+)
 from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
 from ..kernels.strides import contiguous_strides
 from ..policies import AdamState
@@ -39,7 +49,7 @@ def compact_values(made: Sized, param: Tensor, form: AdamState) -> Sized:
         return made
     splits = form.master == "split" and param.dtype in HALVES
     kept = {key: value for key, value in made.items() if not (key == "master" and splits)}
-    dtypes = state_dtypes(form if splits else AdamState(form.moments), amsgrad="max_exp_avg_sq" in made)
+    dtypes = state_dtypes(form if splits else AdamState(form.moments), amsgrad=MAXIMUM in made)
     for role, dtype in dtypes.items():
         shape = torch.Size([blocks_of(param.numel())]) if role in BASES else param.shape
         value = torch.zeros(1, dtype=dtype, device="cpu")
@@ -137,7 +147,7 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
         return {key: value_of_param(value, param, part) for key, value in plain_entry(parts, part, group).items()}
     from ..state.row_sharded import Rows, full_of  # take seconds to import, and few need them
 
-    plain = {key: value for key, value in entry.items() if key not in (*CODES, *BASES, "remainder")}
+    plain = {key: value for key, value in entry.items() if key not in STORED_KEYS}
     if CODES[0] in entry:
         codes = [Rows.of(entry[key], group) for key in CODES]
         bases = [full_of(entry[key]).cpu() for key in BASES]

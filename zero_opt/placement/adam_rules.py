@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels import CPUAdam, CPUAdamW
-from ..kernels.adam_state import HALVES, MOMENTS
+from ..kernels.adam_state import HALVES, MAXIMUM, MOMENTS
 from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
 from ..system.log import log
 
 NATIVE_CLASSES = (CPUAdam, CPUAdamW)
 ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
-MAXIMUM = "max_exp_avg_sq"
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
 # What a step reads and writes of a state in plain form.

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.adam_state import HALVES, ROLES, span_of
+from ..kernels.adam_state import HALVES, MAXIMUM, ROLES, span_of
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
-from .adam_rules import MAXIMUM
 from .compact_state import PlainForm, form_of, is_compact, live_form
 from .interface import ParamState
 from .masters import MasterShard, Stretch, slices_of
@@ -87,10 +86,7 @@ class StateShard(MasterShard):
 
     def _upper_half(self, position: int) -> Tensor:
         """The parameter's half of a split master, 1-D in host memory."""
-        if not self.edited(position):
-            return self.master(position).to(HOST)
-        self.flats[position].load()
-        return self.param_run(position).to(HOST)
+        return self.next_stepped(position).to(HOST)
 
     def _shown(self, position: int) -> ParamState:
         live = self._live(position).items()

@@ -138,6 +138,16 @@ class MasterShard(FollowedParams, ABC):
         """What a step leaves for the parameter, 1-D in storage order: the master, or that rounded."""
         return self.master(position)
 
+    def next_stepped(self, position: int) -> Tensor:
+        """What the next step begins from, 1-D: the master, or the parameter where the user has written to that.
+
+        Of a split master, the parameter's half; what rounding has cut off stays.
+        """
+        if not self.edited(position):
+            return self.master(position)
+        self.flats[position].load()
+        return self.param_run(position)
+
     def take_param(self, position: int) -> None:
         """Let the master be the parameter."""
         self.flats[position].load()

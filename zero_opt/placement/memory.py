@@ -36,6 +36,11 @@ class MemoryInputs(NamedTuple):
         return bool(self.hypers[group]["amsgrad"])
 
 
+def state_kind(role: str) -> str:
+    """The kind of an array of state, or of masters."""
+    return "masters" if role in ("master", "remainder") else "state"
+
+
 def reduced_gradients(buckets: Sequence[GradBucket]) -> Tally:
     """The buckets' own shards of reduced gradients, beside the parameters."""
     return Tally({("grad_shards", DEVICE, "reduced gradients"): sum(bucket.shard_nbytes for bucket in buckets)})

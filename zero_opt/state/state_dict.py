@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, quoted
-from ..kernels.adam_state import CODES
+from ..kernels.adam_state import MAXIMUM, STORED_KEYS
 from ..kernels.checks import is_count, oddity
 from ..layout import ParamSlice
-from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS, MAXIMUM, NATIVE_CLASSES
+from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS, NATIVE_CLASSES
 from ..placement.selective.column_state import check_columns
 from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
@@ -218,7 +218,7 @@ def _check_values(index: int, state: Mapping[str, Any], *, whole: bool, takes_wr
         takes_wrappers: the class may keep tensors that are made of other tensors.
     """
     for key, value in state.items():
-        if key in (*CODES, "remainder") and isinstance(value, Tensor) and not value.is_floating_point():
+        if key in STORED_KEYS and isinstance(value, Tensor) and not value.is_floating_point():
             raise StateDictError(
                 f"state {key!r} of parameter {index} was saved with sharded_state_dict(opt, compact=True); load it "
                 "with zero_opt.load_sharded_state_dict()"

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, is_count
 from ..kernels.strides import dimensions_of
-from ..placement.adam_rules import COLUMN_KEYS, MAXIMUM
+from ..placement.adam_rules import COLUMN_KEYS
 
 # Keys with rules of their own.
 _ODD_KEYS = {*COLUMN_KEYS, MAXIMUM, "master"}

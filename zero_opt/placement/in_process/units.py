@@ -100,7 +100,7 @@ class Unit(MasterShard):
         if not self.compact:
             return super().saved_state(position, state)
         live = state if self.splits else super().saved_state(position, state)
-        return PlainForm(lambda: live, lambda: self._next_stepped(position))
+        return PlainForm(lambda: live, lambda: self._upper_half(position))
 
     def plain_form(self, position: int, states: StatesByTensor) -> PlainForm:
         """The compact state of a slice as users see it.
@@ -109,7 +109,7 @@ class Unit(MasterShard):
             states: the live ones, by what is stepped.
         """
         stepped = self.stepped[position]
-        return PlainForm(lambda: states[stepped], lambda: self._next_stepped(position))
+        return PlainForm(lambda: states[stepped], lambda: self._upper_half(position))
 
     def compact_state(self, position: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The live state of a compact form out of a saved one; without a master, what is stepped is it."""
@@ -117,13 +117,9 @@ class Unit(MasterShard):
         self.complete(position, state)
         return state
 
-    def _next_stepped(self, position: int) -> Tensor:
-        """What is stepped, or a copy as :meth:`read_params` makes it of a split master, whose remainder stays."""
-        stepped = self.stepped[position]
-        if not self.edited(position):
-            return stepped
-        self.flats[position].load()
-        return self.shaped(self.param_run(position).to(stepped.device), position)
+    def _upper_half(self, position: int) -> Tensor:
+        """The parameter's half of a split master, as users see it, where that is stepped."""
+        return self.shaped(self.next_stepped(position).to(self.stepped[position].device), position)
 
 
 class InPlace(Unit):

@@ -16,7 +16,7 @@ from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
 from ..adam_shard import StateShard
-from ..memory import HOST_MEMORY, NVME, Tally
+from ..memory import HOST_MEMORY, NVME, Tally, state_kind
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import FilePart, FileWindow
 
@@ -172,7 +172,7 @@ class Extent:
         numels = [piece.in_param.numel for shard in shards for piece in shard.pieces]
         for role, dtype in arrays.items():
             owned = sum(array_nbytes(role, dtype, numel) for numel in numels)
-            tally["masters" if role in ("master", "remainder") else "state", NVME, role] += owned
+            tally[state_kind(role), NVME, role] += owned
             tally["buffers", NVME, "padding"] += array_nbytes(role, dtype, self._numel) - owned
         tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
 

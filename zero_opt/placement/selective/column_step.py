@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate
+from ...kernels.adam_state import MAXIMUM
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
-from ..adam_rules import MAXIMUM, state_keys
+from ..adam_rules import state_keys
 from .column_shard import ColumnSlice
 
 

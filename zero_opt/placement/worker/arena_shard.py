@@ -17,7 +17,7 @@ from ...system.devices import is_host
 from ...system.extension import native
 from ...system.shared_memory import Arena
 from ..adam_shard import StateShard
-from ..memory import HOST_MEMORY, Tally, reduced_gradients
+from ..memory import HOST_MEMORY, Tally, reduced_gradients, state_kind
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ARRAY_ALIGN = 64
@@ -110,7 +110,7 @@ class ArenaShard(StateShard):
             return ("grad_shards", "reduced gradients") if self.grads_in_arena else ("buffers", "copies of gradients")
         if role in ("out", "param"):
             return "buffers", "updated parameters"
-        return "masters" if role in ("master", "remainder") else "state", role
+        return state_kind(role), role
 
     def place(self, arrays: Mapping[str, torch.dtype], start: int) -> int:
         """Give arrays their places, from byte ``start`` of the arena on; returns where they end."""
