@@ -8,8 +8,8 @@ from torch import Tensor
 class AdamHypers:
     """The hyperparameters of a group. ``decoupled`` is AdamW's decay, else weight_decay is L2.
 
-    ``grad_scale`` is what gradients are multiplied by first. ``prediction`` is how many more such updates than the new
-    param its copy in ``out`` gets.
+    ``grad_scale`` is what gradients are multiplied by first. ``prediction`` is how many times the new param's copy in
+    ``out`` has the update too that the next step would make with the same gradient.
     """
 
     def __init__(

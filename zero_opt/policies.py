@@ -250,11 +250,13 @@ class WorkerOffload:
             DTensors (FSDP2) gradients leave ``p.grad`` then, as with ``delay=1`` and ``Overlapped``.
         warmup_steps: with ``delay=1``, the first so many steps are made as with ``delay=0``. A load sets their count
             to the largest ``step`` loaded.
-        prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (p - q)``, where the last
-            update to have arrived moved it from q to p: about the value that its gradient will be applied to. Masters,
-            state and every checkpoint have the true values, and so have parameters after ``flush()``. Of fp32
-            parameters, and of split masters, the arena holds one array more, in the parameters' dtype. The prediction
-            is that of XPipe (Guan et al. 2019) with a factor; 0: parameters are those of the last update.
+        prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (r - p)``, where the update
+            that arrived last made it p, and the next would make it r if its gradient came again: about the value its
+            gradient will be applied to. Masters, state and every checkpoint have the true values, and so have
+            parameters after ``flush()``. Of fp32 parameters, and of split masters, the arena holds one array more, in
+            the parameters' dtype. 1 is the value to use, 1.25 in runs of a few hundred steps; 0: parameters are those
+            of the last update. SpecTrain (Chen et al. 2018) predicts by momentum, XPipe (Guan et al. 2019) by Adam's
+            update; NAdam (Dozat 2016) takes the gradient once more.
     """
 
     delay: int = 0

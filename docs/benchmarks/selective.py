@@ -156,7 +156,7 @@ def report(results: Results, arguments: argparse.Namespace) -> str:
         f"{machine()}. Held-out bits per byte of the demo text, {arguments.seeds} seeds. Of columns the largest "
         f"{arguments.topk_ratio:.0%} are stepped at every step and selected every {arguments.select_interval}, the "
         f"others in windows of {arguments.update_interval}; the first {arguments.warm_up:.0%} of the steps are plain. "
-        f"Predicted: {arguments.prediction:g} times the last update more. "
+        f"Predicted: {arguments.prediction:g} times the update more that the last gradient would make again. "
         "Work: elements stepped off device, beside every step's. Every step: the bits, and so the curve, of a plain "
         "optimizer, of any offload without a delay, and of speculation.",
     ]
@@ -207,12 +207,13 @@ def parse_arguments() -> argparse.Namespace:
     """What can be chosen on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--policies", nargs="+", choices=(*LATE, SELECTIVE), help="of a setting's: these, and plain")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--topk-ratio", type=float, default=0.1)
     parser.add_argument("--update-interval", type=int, default=4)
     parser.add_argument("--select-interval", type=int, default=4)
     parser.add_argument("--warm-up", type=float, default=0.15, help="share of the steps that are made plainly first")
-    parser.add_argument("--prediction", type=float, default=1.0, help="of parameters: see WorkerOffload")
+    parser.add_argument("--prediction", type=float, default=1.25, help="of parameters: see WorkerOffload")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     return parser.parse_args()
 
@@ -223,9 +224,10 @@ def main() -> None:
     corpus, results = load_corpus(), Results()
     for name in arguments.settings:
         setting = SETTINGS[name]
-        results[name] = {policy: [] for policy in setting.policies}
+        chosen = {PLAIN, *(arguments.policies or setting.policies)}
+        results[name] = {policy: [] for policy in setting.policies if policy in chosen}
         for seed in range(arguments.seeds):
-            for policy in setting.policies:
+            for policy in results[name]:
                 offload = offload_of(policy, arguments, setting)
                 results[name][policy].append(train(offload, seed, setting, corpus))
                 end = results[name][policy][-1].end

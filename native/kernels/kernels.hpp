@@ -33,7 +33,8 @@ struct AdamScalars {
   float eps;
   float grad_factor;     // unscale and clip factor; negative to maximize
   std::uint32_t dither;  // a number of the step, for formats that round by chance
-  float prediction;      // 0, or how many more such updates ``out`` has than the new param
+  float prediction;      // 0, or how many times ``out`` has the update too that the same gradient would make next
+  float next_step_size, next_bias_correction2_sqrt, next_reciprocal;  // for that update: those of step t + 1
 };
 
 // Where the state of a run's elements lies.

@@ -21,7 +21,7 @@ struct alignas(64) Staging {
   float param[kStaged];
   float grad[kStaged];
   float out[kStaged];
-  float old_param[kStaged];
+  float predicted[kStaged];
   float exp_avg[kStaged];
   float exp_avg_sq[kStaged];
 };
@@ -77,9 +77,35 @@ void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& la
   if (arrays.max_exp_avg_sq != nullptr) lanes.max_exp_avg_sq = arrays.max_exp_avg_sq + start;
 }
 
-// The new params and so many more of the updates that have made them from the old ones.
-void predict(float factor, std::int64_t n, const float* __restrict__ param, float* __restrict__ old_param) {
-  for (std::int64_t i = 0; i < n; ++i) old_param[i] = param[i] + factor * (param[i] - old_param[i]);  // vectorise
+// New params, and so many times the updates that would make ``predicted`` from them.
+void scale_updates(float factor, std::int64_t n, const float* __restrict__ param, float* __restrict__ predicted) {
+  for (std::int64_t i = 0; i < n; ++i) predicted[i] = param[i] + factor * (predicted[i] - param[i]);  // vectorise
+}
+
+// Predicts params once they are stepped, into the staging: steps them once more with the same gradient, from moments as
+// they are kept. The new moments go where nobody reads them.
+void predict(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, const Lanes& stepped,
+             Staging& staging) {
+  AdamScalars next = scalars;
+  next.step_size = scalars.next_step_size;
+  next.bias_correction2_sqrt = scalars.next_bias_correction2_sqrt;
+  next.reciprocal = scalars.next_reciprocal;
+  Lanes lanes = stepped;
+  lanes.from = stepped.to;
+  if (run.moment_format == Format::kBlock8) {
+    decode_blocks(blocks_of(run, run.to, 0), start, lanes.numel, staging.exp_avg, staging.exp_avg_sq);
+  }
+  lanes.to.param = staging.predicted;
+  if (lanes.to.half_exp_avg != nullptr) {
+    lanes.to.half_exp_avg = reinterpret_cast<std::uint16_t*>(staging.exp_avg);
+    lanes.to.half_exp_avg_sq = reinterpret_cast<std::uint16_t*>(staging.exp_avg_sq);
+  } else {
+    lanes.to.exp_avg = staging.exp_avg;
+    lanes.to.exp_avg_sq = staging.exp_avg_sq;
+  }
+  if (lanes.to.max_exp_avg_sq != nullptr) lanes.to.max_exp_avg_sq = staging.out;
+  pick_loop(next, lanes);
+  scale_updates(scalars.prediction, lanes.numel, stepped.to.param, staging.predicted);
 }
 
 // After the factor.
@@ -112,15 +138,12 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
     lanes.from.half_param = lanes.to.half_param = nullptr;
   }
   read_moments(run, start, staging, lanes);
-  if (predicts(scalars, run)) {
-    __builtin_memcpy(staging.old_param, lanes.from.param, static_cast<std::uint64_t>(n) * sizeof(float));
-  }
   const bool spoilt = pick_loop(scalars, lanes);
   write_moments(run, start, scalars.dither, lanes);
   if (staged) split_master(staging.param, n, to.half_param, to.remainder);
   if (predicts(scalars, run)) {
-    predict(scalars.prediction, n, lanes.to.param, staging.old_param);
-    write_out(run, start, n, staging.old_param, staging);
+    predict(scalars, run, start, lanes, staging);
+    write_out(run, start, n, staging.predicted, staging);
   } else if (run.out != nullptr) {
     write_out(run, start, n, lanes.to.param, staging);
   }

@@ -12,13 +12,21 @@ std::uint32_t dither_of(double step) {
   return static_cast<std::uint32_t>(mixed >> 32);
 }
 
+namespace {
+
+void correct_bias(const AdamHypers& hypers, double step, float& step_size, float& root_of_correction2,
+                  float& reciprocal) {
+  step_size = static_cast<float>(hypers.lr / (1.0 - std::pow(hypers.beta1, step)));
+  root_of_correction2 = static_cast<float>(std::sqrt(1.0 - std::pow(hypers.beta2, step)));
+  reciprocal = 1.0f / root_of_correction2;
+}
+
+}  // namespace
+
 AdamScalars adam_scalars(const AdamHypers& hypers, double step) {
-  const double bias_correction1 = 1.0 - std::pow(hypers.beta1, step);
-  const double bias_correction2 = 1.0 - std::pow(hypers.beta2, step);
   AdamScalars scalars;
-  scalars.step_size = static_cast<float>(hypers.lr / bias_correction1);
-  scalars.bias_correction2_sqrt = static_cast<float>(std::sqrt(bias_correction2));
-  scalars.reciprocal = 1.0f / scalars.bias_correction2_sqrt;
+  correct_bias(hypers, step, scalars.step_size, scalars.bias_correction2_sqrt, scalars.reciprocal);
+  correct_bias(hypers, step + 1.0, scalars.next_step_size, scalars.next_bias_correction2_sqrt, scalars.next_reciprocal);
   scalars.decay = hypers.decoupled ? static_cast<float>(1.0 - hypers.lr * hypers.weight_decay) : 1.0f;
   scalars.has_l2 = !hypers.decoupled && hypers.weight_decay != 0.0;
   scalars.l2 = static_cast<float>(hypers.weight_decay);

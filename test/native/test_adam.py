@@ -6,12 +6,16 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from test.native.kernels import HYPERS, adam, arrays, run_of, same_bits
+from test.native.kernels import moments as zero_moments
+from test.native.kernels import step as adam_step
 from zero_opt import _native
 
 ISAS = _native.isas()
@@ -33,6 +37,27 @@ def test_same_bits_on_every_isa(isa: str, variant: dict[str, object], numel: int
         adam(ours, isa=isa, **{**variant, "step": step})
         adam(reference, isa=ISAS[-1], **{**variant, "step": step})
     assert all(same_bits(a, b) for a, b in zip(ours, reference))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "uint8"])
+def test_a_prediction_takes_the_gradient_once_more(isa: str, variant: dict[str, Any], moments: str) -> None:
+    numel = 1003
+    options = {"isa": isa, **variant}
+    amsgrad = options.pop("amsgrad", True)
+    generator = torch.Generator().manual_seed(4)
+    param, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+    written = {"param": param, **zero_moments(numel, getattr(torch, moments))}
+    if amsgrad:
+        written["max_exp_avg_sq"] = torch.full((numel,), 0.5)
+    adam_step(written, grad.flip(0), step=1.0, **options)
+    out = torch.empty(numel)
+    adam_step({**written, "out": out}, grad, step=2.0, prediction=1.7, **options)
+    ahead = {role: tensor.clone() for role, tensor in written.items()}
+    adam_step(ahead, grad, step=3.0, **options)
+    assert not same_bits(out, param)
+    assert same_bits(out, param + 1.7 * (ahead["param"] - param))
 
 
 @given(

@@ -63,7 +63,8 @@ class AdamHypers:
         """Return them as the kernel takes them.
 
         Args:
-            prediction: how many more such updates than the param itself its copy in ``out`` gets.
+            prediction: how many times the copy of the param in ``out`` has the update too that the next step would make
+                with the same gradient.
         """
         own = {name: getattr(self, name) for name in self.__slots__}
         return native.AdamHypers(**own, grad_scale=grad_scale, prediction=prediction)

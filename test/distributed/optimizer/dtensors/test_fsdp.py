@@ -84,9 +84,9 @@ def _delayed(rank: int, world_size: int, shape: tuple[int, ...], factor: float) 
             for param, grad in zip(params, waiting, strict=True):
                 param.grad = grad
             plain.step()
-            before, true = true, locals_of(params)
-            moved = [grad is not None for grad in waiting]
-            shown = [p + factor * (p - q) if m else p for p, q, m in zip(true, before, moved, strict=True)]
+            true = locals_of(params)
+            moved, ahead = [grad is not None for grad in waiting], _stepped_again(plain, params)
+            shown = [p + factor * (r - p) if m else p for p, r, m in zip(true, ahead, moved, strict=True)]
         waiting = new
         expected.append(shown)
 
@@ -102,6 +102,16 @@ def _delayed(rank: int, world_size: int, shape: tuple[int, ...], factor: float) 
         assert_bitwise(locals_of(net.parameters()), true, f"{reduction}, flushed")
         assert_bitwise(local_state(optimizer), local_state(plain))
         optimizer.close()
+
+
+def _stepped_again(plain: torch.optim.Optimizer, params: Sequence[Any]) -> list[torch.Tensor]:
+    """What another step with the same gradients makes of the parameters; the state is as before it."""
+    kept = [(entry, {key: value.clone() for key, value in entry.items()}) for entry in plain.state.values()]
+    plain.step()
+    for entry, values in kept:
+        for key, value in values.items():
+            entry[key].copy_(value)
+    return locals_of(params)
 
 
 def _put(params: Sequence[Any], values: Sequence[torch.Tensor]) -> None:

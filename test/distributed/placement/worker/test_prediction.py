@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -54,21 +55,33 @@ class Simulation:
     def grad_scale(self) -> float:
         return 1.0
 
-    def masters(self) -> list[Tensor]:
-        states = self.optimizer.state_dict()["state"]
-        masters = [states.get(index, {}).get("master") for index in range(len(self.params))]
-        pairs = zip(masters, self.params, strict=True)
+    @staticmethod
+    def masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        states = optimizer.state_dict()["state"]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        masters = [states.get(index, {}).get("master") for index in range(len(params))]
+        pairs = zip(masters, params, strict=True)
         return [(param.detach().float() if master is None else master).clone() for master, param in pairs]
 
+    def masters_ahead(self, grads: list[Tensor | None], scale: float) -> list[Tensor]:
+        """Those that another step with the same gradients would make."""
+        ahead = copy.deepcopy(self.optimizer)
+        params = [param for group in ahead.param_groups for param in group["params"]]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        ahead.step(grad_scale=scale)
+        return self.masters(ahead)
+
     def apply(self, grads: list[Tensor | None], step: int, factor: float) -> None:
-        before = self.masters()
         set_lrs(self.optimizer, step)
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
-        self.optimizer.step(grad_scale=self.grad_scale())
-        for old, new, shown, param, grad in zip(before, self.masters(), self.shown, self.params, grads, strict=True):
+        scale = self.grad_scale()
+        self.optimizer.step(grad_scale=scale)
+        masters, ahead = self.masters(self.optimizer), self.masters_ahead(grads, scale)
+        for new, next_, shown, param, grad in zip(masters, ahead, self.shown, self.params, grads, strict=True):
             predicted = grad is not None and factor
-            shown.data.copy_(new + factor * (new - old) if predicted else param.detach())
+            shown.data.copy_(new + factor * (next_ - new) if predicted else param.detach())
 
     def step(self, step: int, late: bool) -> list[Tensor]:
         grads = mean_grads(self.shown, step, self.world_size)
@@ -269,9 +282,12 @@ def test_large_runs_whose_results_go_past_the_caches() -> None:
         param.backward(true.grad)
         optimizer.step()
         assert_bitwise(param.detach(), predicted)
-        old = true.detach().clone()
         plain.step()
-        predicted = true.detach() + (true.detach() - old)
+        true_now, again = true.detach().clone(), copy.deepcopy(plain)
+        ahead = again.param_groups[0]["params"][0]
+        ahead.grad = true.grad
+        again.step()
+        predicted = true_now + (ahead.detach() - true_now)
     optimizer.flush()
     assert_bitwise(param.detach(), true.detach())
     optimizer.close()
