@@ -67,6 +67,13 @@ class PlacementInputs(NamedTuple):
         return self.form.master == "split"
 
     @property
+    def fp32_masters(self) -> str:
+        """What to pass for fp32 masters in place of split ones, for messages."""
+        if self.is_native_class:
+            return "state=zero_opt.AdamState(master='float32')"
+        return "precision=zero_opt.MixedPrecision(master_dtype=torch.float32)"
+
+    @property
     def is_native_class(self) -> bool:
         """Whether the class is one of this package's, which step on the CPU alone."""
         return self.optimizer_class in NATIVE_CLASSES
@@ -166,11 +173,13 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         delay: steps after which an update arrives.
         leaves_some: whether a part of the parameters stays on an accelerator.
         in_memory: whether state is in memory between steps, not in a file.
+        splits_on_accelerators: whether parameters on an accelerator may have split masters.
     """
 
     delay = 0
     leaves_some = False
     in_memory = True
+    splits_on_accelerators = True
 
     def __init__(self, offload: OffloadT, inputs: PlacementInputs) -> None:
         super().__init__(inputs)
@@ -187,6 +196,17 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         given: int | None = getattr(self.offload, "threads", None)
         return given or self.inputs.class_threads
 
+    def _check_split_masters(self, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
+        """Raise UnsupportedParam, naming it, for a parameter whose master is to be split and cannot be."""
+        for index, param in enumerate(params if self.inputs.splits_masters else ()):
+            away = not (self.splits_on_accelerators or is_host(param.device))
+            if param.dtype is torch.float16 or away:
+                where = "" if self.splits_on_accelerators else " on the CPU, or with offload=CPUOffload()"
+                raise UnsupportedParam(
+                    f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16"
+                    f"{where}; use {self.inputs.fp32_masters}"
+                )
+
     @abstractmethod
     def build(self, group: Group) -> StretchPlacement[Any]: ...
 
@@ -198,11 +218,7 @@ class AdamPolicy(SinglePlacePolicy[OffloadT]):
         check_groups(self.name, self.inputs.optimizer_class, groups)
         params = [param for group in groups for param in group["params"]]
         check_params(self.name, params, describe)
-        for index, param in enumerate(params if self.inputs.splits_masters else ()):
-            if param.dtype is torch.float16:
-                raise UnsupportedParam(
-                    f"{describe(index)} is {param.dtype}; split masters are for torch.bfloat16, use 'float32' ones"
-                )
+        self._check_split_masters(params, describe)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)

@@ -153,5 +153,5 @@ def test_arguments_of_other_functions_are_refused_by_calls() -> None:
 def test_split_masters_of_fp16_name_what_works(fused: bool | None) -> None:
     params = [nn.Parameter(torch.ones(64, dtype=torch.float16))]
     split = zero_opt.MixedPrecision(master_dtype="split")
-    with pytest.raises(zero_opt.UnsupportedParam, match=r"torch\.float16 .*use master_dtype=torch\.float32"):
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"float16 .*use .*\(master_dtype=torch\.float32\)"):
         zero_opt.ShardedOptimizer(params, torch.optim.AdamW, precision=split, fused=fused)

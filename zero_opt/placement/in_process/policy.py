@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm.groups import Group
-from ...errors import UnsupportedOptimizer, UnsupportedParam
+from ...errors import UnsupportedOptimizer
 from ...layout import ParamSlice
 from ...policies import CPUOffload
 from ...sharding.buckets import GradBucket
@@ -34,24 +34,18 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
 
     Attributes:
         fused_rule: which param groups the kernel steps.
-        splits_on_accelerators: whether parameters on an accelerator may have split masters.
     """
 
     fused_rule: FusedRule
-    splits_on_accelerators = False
     mixes_groups = True
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        if self.inputs.splits_masters:
-            for index, param in enumerate(param for group in groups for param in group["params"]):
-                if param.dtype is torch.float16 or not (self.splits_on_accelerators or is_host(param.device)):
-                    raise UnsupportedParam(
-                        f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16 "
-                        "on the CPU, or with offload=CPUOffload(); use master_dtype=torch.float32"
-                    )
-            self._check_split_groups(groups)
+        self._check_split_masters((param for group in groups for param in group["params"]), describe)
+        self.check_hypers(groups)
 
-    def _check_split_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if not self.inputs.splits_masters:
+            return
         require_native()
         cls = self.inputs.optimizer_class
         for number, group in enumerate(groups):
@@ -59,12 +53,8 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
                 raise UnsupportedOptimizer(
                     f"split masters are stepped by the native kernel alone, which does not step group {number} of "
                     f"{cls.__name__} (fused={group.get('fused')!r}): take Adam or AdamW with fused=True, or "
-                    "master_dtype=torch.float32"
+                    f"{self.inputs.fp32_masters}"
                 )
-
-    def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if self.inputs.splits_masters:
-            self._check_split_groups(groups)
 
     def native_steps(self) -> NativeSteps | None:
         """What steps by the native kernel, if there is one for the class here."""
@@ -107,6 +97,7 @@ class OnDevicePolicy(InProcessPolicy[None]):
     """No offload: the shard is stepped where the parameters are."""
 
     fused_rule = staticmethod(asks_for_fused)
+    splits_on_accelerators = False
 
     def stepped_as(self, param: Tensor) -> tuple[torch.dtype, torch.device]:
         dtype, _ = super().stepped_as(param)
@@ -129,7 +120,6 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
     """``CPUOffload``: the shard is stepped in host memory, but for what ``ratio`` leaves on the device."""
 
     fused_rule = staticmethod(allows_fused)
-    splits_on_accelerators = True
 
     def __init__(self, offload: CPUOffload, inputs: PlacementInputs) -> None:
         super().__init__(offload, inputs)
