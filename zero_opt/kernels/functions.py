@@ -128,7 +128,7 @@ class AdamUpdate:
         return {role: tensor for role in _WRITTEN if (tensor := getattr(self, role)) is not None}
 
 
-_SUM_NUMEL = 4096
+_SUM_NUMEL = 4096  # kSumNumel of native/kernels/kernels.hpp
 _WRITTEN = ("param", *ROLES, "out")
 
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native
 from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
 
-BLOCK_NUMEL = 64
+BLOCK_NUMEL = 64  # kCutNumel of native/kernels/kernels.hpp
 SPLIT_PARAM = (torch.bfloat16,)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 BASES = ("exp_avg_base", "exp_avg_sq_base")
@@ -138,7 +138,7 @@ class BoundRun:
 
 
 # Hyperparameters as the kernel takes them, the runs that have them, and the addresses of their gradients.
-Call = tuple[Any, list[Any], list[int]]
+Batch = tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]
 
 
 def step_runs(
@@ -152,7 +152,7 @@ def step_runs(
     Returns:
         How many gradient elements, after scaling, were infinite or NaN.
     """
-    calls, stepped = list[Call](), list[BoundRun]()
+    calls, stepped = list[Batch](), list[BoundRun]()
     for hypers, runs in batches:
         if runs:
             addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]

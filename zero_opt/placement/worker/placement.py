@@ -12,6 +12,7 @@ from torch import nn
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels.functions import adam_hypers
+from ...kernels.runs import Batch
 from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
@@ -24,7 +25,7 @@ from ..adam_placement import NativePlacement
 from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
 from .pace import Pace
-from .process import Batches, WorkerProcess
+from .process import WorkerProcess
 from .results import ParamWriter, ResultDelivery, Used
 
 
@@ -51,10 +52,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         model: results arrive after the step, in the order of its modules; ``None``, within it.
         form: what is kept of a parameter.
         grad_buffers: how many each bucket has.
+
+    Attributes:
+        shard_type: the class of its shards.
     """
 
     _policy_name = "WorkerOffload"
-    _shard_type: type[ArenaShard] = ArenaShard
+    shard_type: type[ArenaShard] = ArenaShard
     _remedy = "with delay=1, call opt.flush()"
 
     def __init__(
@@ -84,7 +88,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        added = [self._shard_type(bucket, self._form) for bucket in buckets]
+        added = [self.shard_type(bucket, self._form) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         self._register(added)
 
@@ -295,6 +299,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._note_copies(self._shards[grad_shard.bucket] for grad_shard in grads)
         return used
 
-    def _send(self, batches: Batches) -> int:
+    def _send(self, batches: Sequence[Batch]) -> int:
         self._pace.begin(time.monotonic())
         return self._worker.submit(batches, flush_denormals=self._flush_denormals, past_caches=self._pace.past_caches)

@@ -14,11 +14,9 @@ from ...sharding.buckets import GradBucket
 from ...system.shared_memory import page_aligned
 from ..memory import HOST_MEMORY, MemoryInputs, Tally
 from ..policy import AdamPolicy, PlacementInputs
-from .arena_shard import ArenaShard
-from .banked_shard import BankedShard
 from .cores import split_cores
 from .placement import WorkerPlacement
-from .prediction import PredictedShard, PredictingPlacement
+from .prediction import PredictingPlacement
 from .process import control_nbytes
 from .speculation import SpeculativePlacement
 
@@ -50,18 +48,14 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         super().check(groups, describe)
 
     @property
-    def _shard_type(self) -> type[ArenaShard]:
+    def _placement_type(self) -> type[WorkerPlacement]:
         if self.offload.speculate:
-            return BankedShard
-        return PredictedShard if self.offload.prediction else ArenaShard
+            return SpeculativePlacement
+        return PredictingPlacement if self.offload.prediction else WorkerPlacement
 
     def build(self, group: Group) -> WorkerPlacement:
-        given = (self.offload, self.inputs.defaults, group)
         model, form = self.inputs.reduction.overlap_param_gather, self.inputs.form_with_masters
-        if self.offload.speculate:
-            return SpeculativePlacement(*given, model, form)
-        make = PredictingPlacement if self.offload.prediction else WorkerPlacement
-        return make(*given, model, form, self._grad_buffers)
+        return self._placement_type(self.offload, self.inputs.defaults, group, model, form, self._grad_buffers)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally = Tally()
@@ -70,7 +64,7 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         # A run is a stretch of neighbors with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
-            shard = self._shard_type(bucket, self.inputs.form_with_masters)
+            shard = self._placement_type.shard_type(bucket, self.inputs.form_with_masters)
             arrays = shard.missing(amsgrad=inputs.amsgrad(bucket.layout.group), grads=self._grad_buffers)
             shard.add_memory(tally, arrays)
             taken += shard.nbytes_of(arrays)

@@ -35,7 +35,7 @@ class PredictedShard(ArenaShard):
 class PredictingPlacement(WorkerPlacement):
     """A worker's placement that brings steps into parameters as predictions, and as they are in :meth:`bring_in`."""
 
-    _shard_type = PredictedShard
+    shard_type = PredictedShard
     _shown = _NO_STEP  # the step of which parameters show predictions
 
     @property

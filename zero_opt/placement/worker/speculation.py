@@ -34,6 +34,7 @@ from ...comm.exchange import SliceSums
 from ...comm.groups import Group
 from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
+from ...kernels.runs import Batch
 from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
@@ -41,7 +42,6 @@ from ...system.extension import native
 from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
-from .process import Batches
 from .results import Used
 
 # Drafts wait for the norm while more than half of so many steps have been clipped.
@@ -106,7 +106,7 @@ class SpeculativePlacement(WorkerPlacement):
         kept, redone: how many buckets' drafts became steps, and how many were void at ``step()``.
     """
 
-    _shard_type = BankedShard
+    shard_type = BankedShard
 
     def __init__(
         self,
@@ -115,8 +115,9 @@ class SpeculativePlacement(WorkerPlacement):
         group: Group,
         model: nn.Module | None,
         form: AdamState,
+        grad_buffers: int = 1,
     ) -> None:
-        super().__init__(policy, defaults, group, model, form)
+        super().__init__(policy, defaults, group, model, form, grad_buffers)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
@@ -313,7 +314,7 @@ class SpeculativePlacement(WorkerPlacement):
         self._rounds_before.update(self._rounds)
         self._rounds.clear()
 
-    def _send(self, batches: Batches) -> int:
+    def _send(self, batches: Sequence[Batch]) -> int:
         try:
             return self._worker.draft(batches, flush_denormals=self._flushes)
         except OverflowError:  # void drafts still have a place
