@@ -238,7 +238,7 @@ class SliceSums(NamedTuple):
 
     Attributes:
         start: index in the shard of its first element.
-        squares: (sums_of(numel),), fp64, as :func:`zero_opt.cpu_adam.grad_squares` takes them.
+        squares: (sum_count(numel),), fp64, as :func:`zero_opt.cpu_adam.grad_squares` takes them.
     """
 
     start: int

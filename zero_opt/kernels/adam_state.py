@@ -1,7 +1,7 @@
-"""A param's live state in the form that AdamState asks for, and the same in torch's own form.
+"""A param's stored state in the form that AdamState asks for, and the same in torch's own form.
 
 The plain form is what torch.optim.Adam's state dict has: step, exp_avg, exp_avg_sq and max_exp_avg_sq, fp32 and of the
-param's shape; for a bf16 or fp16 param also ``master``. Every number that a live state can hold is exact in it.
+param's shape; for a bf16 or fp16 param also ``master``. Every number that a stored state can hold is exact in it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 from ..errors import StateDictError, StateDictTypeError, quoted
 from ..policies import AdamState
 from ..system.extension import native
-from .checks import DTYPE_NAMES, check_tensor, is_number_of_steps, oddity
-from .runs import BASES, BLOCK_NUMEL, blocks_of, check_arrays
+from .checks import DTYPE_NAMES, is_number_of_steps, oddity
+from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
-MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
-# What of a live state a step writes, beside the count of steps and the master. Other entries are the user's own.
+# What of a stored state a step writes, beside the count of steps and the master. Other entries are the user's own.
 ROLES = (*MOMENTS, MAXIMUM, "remainder", *BASES)
 
 
@@ -115,7 +114,7 @@ def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
     return {"param": state["master"], "out": param, **arrays}
 
 
-def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamState) -> None:
+def check_plain(name: str, plain: Mapping[str, Any], param: Tensor) -> None:
     """Raise StateDictError, naming the entry, for what a state in torch's form lacks or has in another shape.
 
     Args:
@@ -132,8 +131,6 @@ def check_plain(name: str, plain: Mapping[str, Any], param: Tensor, form: AdamSt
     for key in (*MOMENTS, MAXIMUM, "master"):
         if key in plain:
             _check_array(f"{key} saved for {name}", plain[key], param)
-    if form != AdamState():
-        check_tensor(name, param, None, param_dtypes(form))
 
 
 def _check_array(what: str, value: Any, param: Tensor) -> None:
@@ -147,7 +144,7 @@ def _check_array(what: str, value: Any, param: Tensor) -> None:
 
 
 def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a live state in torch's form. What is in that form already is not copied.
+    """Return a stored state in torch's form. What is in that form already is not copied.
 
     Raises:
         UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
@@ -158,12 +155,12 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
 
 
 def plain_keys(state: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a live state has in torch's form."""
+    """Return the keys that a stored state has in torch's form."""
     return ["master" if key == "remainder" else key for key in state if key not in BASES]
 
 
 def plain_value(state: Mapping[str, Any], param: Tensor, key: str) -> Any:
-    """Return one value of a live state in torch's form. What is in that form already is not copied."""
+    """Return one value of a stored state in torch's form. What is in that form already is not copied."""
     if key == "master" and "remainder" in state:
         return joined_master(param, state["remainder"])
     if key in MOMENTS and "exp_avg_base" in state:
@@ -192,7 +189,7 @@ def unpacked(codes: Sequence[Tensor], bases: Sequence[Tensor], lead: int) -> lis
 
 
 def code_key(key: str, value: Any) -> str:
-    """Return the key under which a value of a live state is saved as it is: 8-bit codes are no values of torch's."""
+    """Return the key under which a value of a stored state is saved as such: 8-bit codes are no values of torch's."""
     return f"{key}_codes" if key in MOMENTS and isinstance(value, Tensor) and value.dtype is torch.uint8 else key
 
 
@@ -265,7 +262,7 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
     return {**given, "step": step, **arrays}
 
 
-def live_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
+def stored_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
     """Return a state in torch's form in the form that is asked for; a split master is written to the param too."""
     state, master = packed_moments(plain, param, form), plain.get("master")
     if param.dtype in HALVES:

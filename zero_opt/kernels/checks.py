@@ -168,7 +168,7 @@ def oddity(value: Tensor) -> str | None:
     return None if has_values(value.dtype) else str(value.dtype)
 
 
-def is_count(step: Any) -> bool:
+def may_be_count(step: Any) -> bool:
     """Return whether a loaded value can be a step count: if it is a number, a real one that fp32 can hold.
 
     What is no single number is for others to check.
@@ -187,7 +187,7 @@ def is_count(step: Any) -> bool:
 def is_number_of_steps(step: Any) -> bool:
     """Return whether a value is a step count: one number, or a tensor of one."""
     is_number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
-    return is_number and not (isinstance(step, Tensor) and step.is_meta) and is_count(step)
+    return is_number and not (isinstance(step, Tensor) and step.is_meta) and may_be_count(step)
 
 
 def check_reach(what: str, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedPa
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
 from ..system.inference_mode import outside_inference_mode, version_of
-from .adam_state import HALVES, check_plain, follow_param, live_state, new_state, param_dtypes, plain_state
+from .adam_state import HALVES, check_plain, follow_param, new_state, param_dtypes, plain_state, stored_state
 from .checks import GRAD_DTYPES, check_apart, check_tensor
 from .functions import adam_hypers
 from .runs import step_runs
@@ -25,8 +25,8 @@ from .threads import checked_threads, say_threads
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 PLAIN = AdamState()
-# Of 8-bit moments, their bases, and what a split master has beside its param.
-CODE_DTYPES = (torch.uint8, torch.int16)
+# Of state that holds no values: 8-bit moments, their bases, and what a split master has beside its param.
+STORED_DTYPES = (torch.uint8, torch.int16)
 
 
 class NativeOptions(TypedDict, total=False):
@@ -75,7 +75,7 @@ def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> 
     ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
     states = dict(packed["state"])
     for key, (name, param) in zip(ids, optimizer._named()):
-        if key in states and optimizer._is_compact(param):
+        if key in states and optimizer._needs_conversion(param):
             states[key] = plain_state(name, param, states[key])
     packed["state"] = states
 
@@ -121,7 +121,8 @@ class _NativeStep(torch.optim.Adam):
         check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
         self._written: dict[int, tuple[int, int]] = {}  # by param: its version and address as of our last write
-        self._codes: dict[int, list[tuple[str, Tensor, int]]] = {}  # by param: of codes, the version as of that
+        # By param: what holds no values in its state, and the version of that as of our last write.
+        self._stored: dict[int, list[tuple[str, Tensor, int]]] = {}
         return _fused_options(type(self).__name__, rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,11 +131,11 @@ class _NativeStep(torch.optim.Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._slots, self._written, self._codes = {}, {}, {}
+        self._slots, self._written, self._stored = {}, {}, {}
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
-        self._note_codes()
+        self._note_stored()
 
     # -- params -------------------------------------------------------------------------------------------------------
 
@@ -175,9 +176,9 @@ class _NativeStep(torch.optim.Adam):
         The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
 
         Raises:
-            StateDictError: codes in ``state`` were written to.
+            StateDictError: what holds no values in ``state`` was written to.
         """
-        self._require_own_codes()
+        self._require_own_stored()
         self._follow_params()
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
@@ -188,7 +189,8 @@ class _NativeStep(torch.optim.Adam):
             for position, param in enumerate(group["params"]):
                 yield self._name(index, position), param
 
-    def _is_compact(self, param: Tensor) -> bool:
+    def _needs_conversion(self, param: Tensor) -> bool:
+        """Return whether the state of a param is another than torch's classes have of it."""
         return self._form.moments != "float32" or param.dtype in HALVES
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -213,43 +215,45 @@ class _NativeStep(torch.optim.Adam):
         for key, (name, param) in zip(saved_ids, self._named()):
             saved = loaded["state"].get(key)
             if saved:
-                check_plain(name, saved, param, self._form)
+                check_plain(name, saved, param)
+                if self._form != PLAIN:
+                    check_tensor(name, param, None, param_dtypes(self._form))
                 yield param, saved
 
     @torch.no_grad()
     def _revive(self, fitting: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
         for param, saved in fitting:
-            if self._is_compact(param):
-                self.state[param] = live_state(saved, param, self._form)
+            if self._needs_conversion(param):
+                self.state[param] = stored_state(saved, param, self._form)
                 self._written[id(param)] = _place(param)
-        self._note_codes()
+        self._note_stored()
 
-    # -- codes --------------------------------------------------------------------------------------------------------
+    # -- stored forms -------------------------------------------------------------------------------------------------
 
-    def _note_codes(self) -> None:
-        """Remember the versions of all codes in ``state``, which only the step may write."""
+    def _note_stored(self) -> None:
+        """Remember the versions of all in ``state`` that holds no values, and that only the step may write."""
         if self._form.moments != "block8" and self._form.master != "split":
             return
         states = [(param, self.state[param]) for _, param in self._named() if param in self.state]
-        self._codes = {
+        self._stored = {
             id(param): [
                 (key, value, version_of(value))
                 for key, value in state.items()
-                if isinstance(value, Tensor) and value.dtype in CODE_DTYPES
+                if isinstance(value, Tensor) and value.dtype in STORED_DTYPES
             ]
             for param, state in states
         }
 
-    def _require_own_codes(self) -> None:
-        """Raise StateDictError, naming the param, if the user has written to codes, which are no values."""
-        for name, param in self._named() if self._codes else ():
+    def _require_own_stored(self) -> None:
+        """Raise StateDictError, naming the param, if the user has written to what holds no values."""
+        for name, param in self._named() if self._stored else ():
             state = self.state.get(param) or {}
-            for key, codes, version in self._codes.get(id(param), ()):
-                if state.get(key) is codes and version_of(codes) != version:
+            for key, tensor, version in self._stored.get(id(param), ()):
+                if state.get(key) is tensor and version_of(tensor) != version:
                     raise StateDictError(
-                        f"{name}: state {key!r} was written to in place. It holds codes ({codes.dtype}), not values, "
-                        f"in the form of {self._form}; change values in what state_dict() returns, and load that. To "
-                        "go on, load a state dict, or start afresh with opt.state.clear()"
+                        f"{name}: state {key!r} was written to in place. It holds no values: it is stored as "
+                        f"{tensor.dtype} in the form of {self._form}; change values in what state_dict() returns, "
+                        "and load that. To go on, load a state dict, or start afresh with opt.state.clear()"
                     )
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -321,7 +325,7 @@ class _NativeStep(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_own_codes()
+        self._require_own_stored()
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():
             self._bind(list(self._stale()))
@@ -332,7 +336,7 @@ class _NativeStep(torch.optim.Adam):
         ]
         self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
         self._written.update({id(param): _place(param) for param, _ in self._mastered()})
-        self._note_codes()
+        self._note_stored()
         return loss
 
     def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:

@@ -191,7 +191,7 @@ def _check_update(update: AdamUpdate) -> None:
     check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
 
 
-def sums_of(numel: int) -> int:
+def sum_count(numel: int) -> int:
     """Return how many sums :func:`grad_squares` makes of so many elements, to add them up."""
     return -(-numel // _SUM_NUMEL)
 
@@ -258,7 +258,7 @@ def grad_squares(
         check_tensor(f"gradient {number}", grad, None, GRAD_DTYPES)
     for number, sums in enumerate(known):
         if sums is not None:
-            shape = torch.Size([sums_of(grads[number].numel())])
+            shape = torch.Size([sum_count(grads[number].numel())])
             check_tensor(f"the sums of gradient {number}", sums, shape, (torch.float64,))
     readable = [grad if has_order(grad, storage_order(grad)) else grad.clone() for grad in grads]
     arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in readable]

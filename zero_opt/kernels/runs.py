@@ -17,13 +17,13 @@ from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor
 
 BLOCK_NUMEL = 64  # kCutNumel of native/kernels/kernels.hpp
 SPLIT_PARAM = (torch.bfloat16,)
-MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+MOMENT_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "block8": torch.uint8}
 BASES = ("exp_avg_base", "exp_avg_sq_base")
 INT16 = (torch.int16,)
 # What has the param's shape; the bases have one number per block.
 SHAPED: Mapping[str, tuple[torch.dtype, ...]] = {
-    "exp_avg": MOMENT_DTYPES,
-    "exp_avg_sq": MOMENT_DTYPES,
+    "exp_avg": (*MOMENT_DTYPE.values(),),
+    "exp_avg_sq": (*MOMENT_DTYPE.values(),),
     "max_exp_avg_sq": FLOAT32,
     "remainder": INT16,
     "out": GRAD_DTYPES,
@@ -138,7 +138,7 @@ class BoundRun:
 
 
 # Hyperparameters as the kernel takes them, the runs that have them, and the addresses of their gradients.
-Batch = tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]
+RunBatch = tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]
 
 
 def step_runs(
@@ -152,7 +152,7 @@ def step_runs(
     Returns:
         How many gradient elements, after scaling, were infinite or NaN.
     """
-    calls, stepped = list[Batch](), list[BoundRun]()
+    calls, stepped = list[RunBatch](), list[BoundRun]()
     for hypers, runs in batches:
         if runs:
             addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]

@@ -23,7 +23,7 @@ class Slot(BoundRun):
     """The run of one param, and what it was made from: while that is the same, so are the addresses.
 
     Attributes:
-        held: the state, by key.
+        held: what the run reads and writes of the state: key, tensor, and that one's address, dtype and strides.
     """
 
     __slots__ = ("amsgrad", "held", "layout", "pointer", "shape")
@@ -42,15 +42,12 @@ class Slot(BoundRun):
         kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
         self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
 
-    def takes(self, grad: Tensor) -> bool:
-        """Return whether a gradient is like that which the slot was made for."""
-        return grad.dtype is self.grad_dtype and grad.shape == self.shape
-
     def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
         """Return whether nothing has changed but values."""
         if not (
             self.direct
-            and self.takes(grad)
+            and grad.dtype is self.grad_dtype
+            and grad.shape == self.shape
             and param.shape == self.shape
             and param.data_ptr() == self.pointer
             and (param.dtype, param.stride()) == self.layout

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigTypeError, StateDictError
 from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
-from .compact_rows import check_entry, is_as_it_lies, order_of, plain_entry
+from .compact_rows import check_entry, is_stored, order_of, plain_entry
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
 
@@ -88,7 +88,7 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict))
     group, params = optimizer._group, _params_as_planned(optimizer)
     state = {
-        index: plain_entry(entry, params[index], group) if is_as_it_lies(entry) else entry
+        index: plain_entry(entry, params[index], group) if is_stored(entry) else entry
         for index, entry in saved["state"].items()
     }
     optimizer.load_state_dict({**saved, "state": state})
@@ -109,7 +109,7 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateD
     real = _real_state(state_dict)
     params, orders = _params_as_planned(optimizer), _orders(state_dict.get(_ORDERS, "{}"))
     for index, entry in real.items():
-        if is_as_it_lies(entry) and 0 <= index < len(params):
+        if is_stored(entry) and 0 <= index < len(params):
             check_entry(index, entry, params[index], orders.get(str(index)))
     apart = (_WITH_STATE, _ORDERS)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}

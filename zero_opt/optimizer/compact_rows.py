@@ -68,7 +68,7 @@ def _bases_shape(param: Tensor) -> torch.Size | None:
     return torch.Size([param.shape[0], row // BLOCK_NUMEL]) if by_rows and in_order and not row % BLOCK_NUMEL else None
 
 
-def parts_as_they_lie(entry: Mapping[str, Any], param: Tensor, part: Tensor) -> dict[str, Any]:
+def stored_parts(entry: Mapping[str, Any], param: Tensor, part: Tensor) -> dict[str, Any]:
     """Return compact state of this rank's part of a parameter as state of the parameter, over the same memory."""
     if CODES[0] in entry and _bases_shape(param) is None:
         entry = plain_entry(entry, part, AloneGroup())
@@ -97,7 +97,7 @@ def order_of(param: Tensor) -> list[int]:
     return list(element_order(param.shape, param.stride()))
 
 
-def is_as_it_lies(entry: Mapping[str, Any]) -> bool:
+def is_stored(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry of a state dict has state that is no value of torch's."""
     return CODES[0] in entry or "remainder" in entry
 

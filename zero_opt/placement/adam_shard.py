@@ -13,7 +13,7 @@ from ..kernels.adam_state import HALVES, MAXIMUM, ROLES, span_of
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
-from .compact_state import PlainForm, form_of, is_compact, live_form
+from .compact_state import PlainForm, form_of, is_compact, stored_form
 from .interface import ParamState
 from .masters import MasterShard, Stretch, slices_of
 from .read_through import ReadThrough
@@ -74,10 +74,10 @@ class StateShard(MasterShard):
         return self._views[position][0]
 
     def _plain_form(self, position: int) -> ReadThrough:
-        live, upper_half = partial(self._live, position), partial(self._upper_half, position)
-        return ReadThrough(PlainForm(live, upper_half, partial(self.shaped, position=position)))
+        stored, upper_half = partial(self._stored, position), partial(self._upper_half, position)
+        return ReadThrough(PlainForm(stored, upper_half, partial(self.shaped, position=position)))
 
-    def _live(self, position: int) -> ParamState:
+    def _stored(self, position: int) -> ParamState:
         """The arrays' part of a slice, 1-D."""
         roles = [role for role in ROLES if role in self._arrays]
         masters = ["master"] if self.param_dtype in HALVES and not self.splits else []
@@ -89,14 +89,14 @@ class StateShard(MasterShard):
         return self.next_stepped(position).to(HOST)
 
     def _shown(self, position: int) -> ParamState:
-        live = self._live(position).items()
-        return {key: value if key == "step" else self.shaped(value, position) for key, value in live}
+        stored = self._stored(position).items()
+        return {key: value if key == "step" else self.shaped(value, position) for key, value in stored}
 
     def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.compact:
             return super().saved_state(position, state)
-        live = super().saved_state(position, self._live(position))
-        return PlainForm(lambda: live, partial(self._upper_half, position), partial(self.shaped, position=position))
+        stored = super().saved_state(position, self._stored(position))
+        return PlainForm(lambda: stored, partial(self._upper_half, position), partial(self.shaped, position=position))
 
     def replaced(self, position: int, shown: ParamState) -> bool:
         """Whether the user has put other values in the place of those that :meth:`state` shows.
@@ -136,20 +136,20 @@ class StateShard(MasterShard):
         """As :meth:`load`."""
         if not self._keeps_master(saved):
             self.take_param(position)
-        live = self._live(position)
+        stored = self._stored(position)
         flat = {
             key: self.flat_grad(position, value) if isinstance(value, Tensor) and value.dim() else value
             for key, value in saved.items()
         }
-        made = live_form(flat, self._upper_half(position), self.form) if saved else {}
+        made = stored_form(flat, self._upper_half(position), self.form) if saved else {}
         self.steps[position] = float(saved.get("step", 0.0))
-        for role in live.keys() - {"step"}:
+        for role in stored.keys() - {"step"}:
             if role in made:
-                live[role].copy_(made[role])
+                stored[role].copy_(made[role])
             elif role == "master" and role in saved:
-                live[role].copy_(flat[role])
+                stored[role].copy_(flat[role])
             elif role != "master":
-                live[role].zero_()
+                stored[role].zero_()
 
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice; an empty one makes it new. Without a master, the parameter is it."""

@@ -18,7 +18,7 @@ from .read_through import MadeState, ReadThrough
 
 
 def is_compact(form: AdamState) -> bool:
-    """Return whether a live state of this form is another than what users and state dicts see of it."""
+    """Return whether a stored state of this form is another than what users and state dicts see of it."""
     return form.moments != "float32" or form.master == "split"
 
 
@@ -27,8 +27,8 @@ def form_of(bucket: GradBucket, form: AdamState) -> AdamState:
     return form if bucket.params[0].param.dtype in HALVES else replace(form, master=None)
 
 
-def live_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dict[str, Any]:
-    """Return the live state of a saved one, but for a master that is not split. The parameter is not written.
+def stored_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dict[str, Any]:
+    """Return the stored state of a saved one, but for a master that is not split. The parameter is not written.
 
     A split master is kept as far as the parameter is what it rounds to; without a master, the parameter is it.
     """
@@ -56,40 +56,40 @@ class PlainForm(MadeState):
     """A slice's compact state in torch's form.
 
     Args:
-        live: returns the state as it lies. stepped: returns the parameter, which is half of a split master, in the
-            shape of that. shaped: returns a value of that shape as users see it.
+        stored: returns the state as it is stored. stepped: returns the parameter, which is half of a split master, in
+            the shape of that. shaped: returns a value of that shape as users see it.
     """
 
     def __init__(
         self,
-        live: Callable[[], Mapping[str, Any]],
+        stored: Callable[[], Mapping[str, Any]],
         stepped: Callable[[], Tensor],
         shaped: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
-        self._live, self._stepped, self._shaped = live, stepped, shaped
+        self._stored, self._stepped, self._shaped = stored, stepped, shaped
 
     def __iter__(self) -> Iterator[str]:
-        return iter(plain_keys(self._live()))
+        return iter(plain_keys(self._stored()))
 
     def __len__(self) -> int:
-        return len(plain_keys(self._live()))
+        return len(plain_keys(self._stored()))
 
     @property
     def nbytes(self) -> int:
-        return sum(value.nbytes for value in self._live().values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in self._stored().values() if isinstance(value, Tensor))
 
-    def as_it_is(self) -> dict[str, Any]:
-        """Return the state as it lies, elements in the shape that users see; see :func:`code_key`."""
+    def as_stored(self) -> dict[str, Any]:
+        """Return the state as it is stored, elements in the shape that users see; see :func:`code_key`."""
         shapeless = ("step", *BASES)
         return {
             code_key(key, value): value if key in shapeless else self._shaped(value)
-            for key, value in self._live().items()
+            for key, value in self._stored().items()
         }
 
     def __getitem__(self, key: str) -> Any:
-        live = self._live()
-        if key not in plain_keys(live):
+        stored = self._stored()
+        if key not in plain_keys(stored):
             raise KeyError(key)
-        require_readable(*(value for value in live.values() if isinstance(value, Tensor)))
-        value = plain_value(live, self._stepped(), key)
+        require_readable(*(value for value in stored.values() if isinstance(value, Tensor)))
+        value = plain_value(stored, self._stepped(), key)
         return value if key == "step" else self._shaped(value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.exchange import SliceSums
-from ..kernels import sums_of
+from ..kernels import sum_count
 from ..sharding.buckets import GradBucket
 from ..system.extension import native
 
@@ -25,7 +25,9 @@ class ShardSquares:
 
     def __init__(self, bucket: GradBucket) -> None:
         numels = ((piece.in_shard.start, piece.in_shard.numel) for piece in bucket.slices)
-        self._sums = [SliceSums(at, n, torch.empty(sums_of(n), dtype=torch.float64, device="cpu")) for at, n in numels]
+        self._sums = [
+            SliceSums(at, n, torch.empty(sum_count(n), dtype=torch.float64, device="cpu")) for at, n in numels
+        ]
         self._adds_up = self._known = False
         self._asked = self._scaled = False  # since the last step
 

@@ -69,7 +69,7 @@ class LocalState:
         self.flats, self._whole = flats, whole
         self._starts = {piece.param: piece.in_param.start for bucket in buckets for piece in bucket.slices}
         self._state = {
-            index: state.as_it_is() if compact and isinstance(state, PlainForm) else state
+            index: state.as_stored() if compact and isinstance(state, PlainForm) else state
             for index, state in placement.saved()
         }
         self._parts = {index: placement.param_of(index) for index in self._state}

@@ -33,7 +33,7 @@ from .entries import Batch, Field, listed, listing, message_to_send, packets_apa
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 
-class Form(NamedTuple):
+class RowLayout(NamedTuple):
     """A dense tensor's layout: a run of memory that ranks cut by rows. The tensor has an element and a dimension."""
 
     shape: tuple[int, ...]
@@ -94,8 +94,8 @@ def blank(value: Tensor, param: Tensor, shape: torch.Size, group: Group) -> Tens
     if not shape or not shape.numel():
         return fill.expand(shape.numel()).reshape(shape).clone()
     strides = param.stride() if shape == param.shape and is_dense(shape, param.stride()) else contiguous_strides(shape)
-    form = Form(tuple(shape), strides, value.dtype)
-    return form.wrap(fill.repeat(form.run(group.rank, group.world_size).numel), group)
+    layout = RowLayout(tuple(shape), strides, value.dtype)
+    return layout.wrap(fill.repeat(layout.run(group.rank, group.world_size).numel), group)
 
 
 class ShardedState:
@@ -136,10 +136,10 @@ class ShardedState:
                 rows = runs.get((index, packet.field.key))
                 if rows is None:
                     continue
-                source, form = None, self._form(index, packet.field)
+                source, layout = None, self._layout(index, packet.field)
                 if owner == self._group.rank:
                     source = message_to_send(local, packet, failed)
-                self._between(owner, Span(start, start + packet.numel), source, form, rows, to_rows=True)
+                self._between(owner, Span(start, start + packet.numel), source, layout, rows, to_rows=True)
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
         return {index: result[index] for index in sorted(result)}
@@ -152,22 +152,22 @@ class ShardedState:
             if small is not None:
                 state[key] = small[member]
             elif key not in state:
-                form = self._form(index, field)
-                if form.numel:
-                    numel = form.run(self._group.rank, self._group.world_size).numel
-                    run = runs[index, key] = torch.empty(numel, dtype=form.dtype, device="cpu")
-                    state[key] = form.wrap(run, self._group)
+                layout = self._layout(index, field)
+                if layout.numel:
+                    numel = layout.run(self._group.rank, self._group.world_size).numel
+                    run = runs[index, key] = torch.empty(numel, dtype=layout.dtype, device="cpu")
+                    state[key] = layout.wrap(run, self._group)
                 else:
-                    state[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+                    state[key] = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
 
-    def _form(self, index: int, field: Field) -> Form:
+    def _layout(self, index: int, field: Field) -> RowLayout:
         dtype = torch_dtype(field.dtype)
         if field.kind == "tensor":
-            return Form(tuple(field.shape), contiguous_strides(torch.Size(field.shape)), dtype)
+            return RowLayout(tuple(field.shape), contiguous_strides(torch.Size(field.shape)), dtype)
         flat = self._partition.flats[index]
         if field.kind == "blocks":
-            return Form((blocks_of(flat.numel),), (1,), dtype)
-        return Form(tuple(flat.shape), flat.strides, dtype)
+            return RowLayout((blocks_of(flat.numel),), (1,), dtype)
+        return RowLayout(tuple(flat.shape), flat.strides, dtype)
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -204,30 +204,32 @@ class ShardedState:
         """Return whether ``value`` is cut over the ranks as :meth:`snapshot` cuts; the same on every rank."""
         if self._group.world_size == 1:  # where it cuts nothing, and the group has no mesh
             return False
-        flat, form = self._partition.flats[index], _form_of(value)
-        if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
+        flat, layout = self._partition.flats[index], _layout_of(value)
+        if not layout.shape or not layout.numel or value.placements != (Shard(layout.dim),):
             return False
-        in_order = self._partition.whole or form.shape != tuple(flat.shape) or form.strides == flat.strides
+        in_order = self._partition.whole or layout.shape != tuple(flat.shape) or layout.strides == flat.strides
         return in_order and value.device_mesh == self._group.mesh()
 
     def _from_rows(self, index: int, value: DTensor, owners: list[tuple[int, ParamSlice]]) -> Tensor | None:
         """Move all ranks' rows to the owners; return what this rank owns, filled once everything has arrived."""
-        group, flat, form = self._group, self._partition.flats[index], _form_of(value)
-        rows = torch.empty(form.run(group.rank, group.world_size).numel, dtype=form.dtype, device="cpu")
-        form.rows(rows).copy_(value.to_local().detach())
-        is_cut = form.shape == tuple(flat.shape) and not self._partition.whole
+        group, flat, layout = self._group, self._partition.flats[index], _layout_of(value)
+        rows = torch.empty(layout.run(group.rank, group.world_size).numel, dtype=layout.dtype, device="cpu")
+        layout.rows(rows).copy_(value.to_local().detach())
+        is_cut = layout.shape == tuple(flat.shape) and not self._partition.whole
         result: Tensor | None = None
         for owner, piece in owners:
-            span = piece.in_param if is_cut else Span(0, form.numel)
-            run = torch.empty(span.numel, dtype=form.dtype, device="cpu") if owner == group.rank else None
+            span = piece.in_param if is_cut else Span(0, layout.numel)
+            run = torch.empty(span.numel, dtype=layout.dtype, device="cpu") if owner == group.rank else None
             if run is not None:
-                result = form.rows(run) if span.numel == form.numel else run
-            self._between(owner, span, run, form, rows, to_rows=False)
+                result = layout.rows(run) if span.numel == layout.numel else run
+            self._between(owner, span, run, layout, rows, to_rows=False)
         return result
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _between(self, owner: int, span: Span, run: Tensor | None, form: Form, rows: Tensor, *, to_rows: bool) -> None:
+    def _between(
+        self, owner: int, span: Span, run: Tensor | None, layout: RowLayout, rows: Tensor, *, to_rows: bool
+    ) -> None:
         """Start to move elements from their owner to the ranks in whose rows they are, or from these to the owner.
 
         Every rank calls, in one order.
@@ -235,15 +237,15 @@ class ShardedState:
         Args:
             run: the elements ``span``, on the owner. rows: this rank's.
         """
-        for rank in form.ranks_of(span, self._group.world_size):
-            theirs = form.run(rank, self._group.world_size)
+        for rank in layout.ranks_of(span, self._group.world_size):
+            theirs = layout.run(rank, self._group.world_size)
             part = overlap(span, theirs)
             owned, cut = _elements(run, span, part), _elements(rows, theirs, part) if rank == self._group.rank else None
             source, target = (owned, cut) if to_rows else (cut, owned)
             if rank != owner:
                 src, dst = (owner, rank) if to_rows else (rank, owner)
                 tensor = source if self._group.rank == src else target
-                self._window.add(self._group.move(tensor, src, dst, part.numel, form.dtype), tensor)
+                self._window.add(self._group.move(tensor, src, dst, part.numel, layout.dtype), tensor)
             elif source is not None and target is not None:
                 target.copy_(source)
 
@@ -253,8 +255,8 @@ def _elements(run: Tensor | None, span: Span, part: Span) -> Tensor | None:
     return None if run is None else run[part.start - span.start : part.stop - span.start]
 
 
-def _form_of(value: DTensor) -> Form:
-    return Form(tuple(value.shape), tuple(value.stride()), value.dtype)
+def _layout_of(value: DTensor) -> RowLayout:
+    return RowLayout(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def full_of(value: Tensor) -> Tensor:
@@ -273,7 +275,7 @@ class Rows(NamedTuple):
         run: the elements, 1-D, in the tensor's order of memory. span: which these are. cut: whether they are rows.
     """
 
-    form: Form
+    layout: RowLayout
     run: Tensor
     span: Span
     cut: bool
@@ -283,13 +285,13 @@ class Rows(NamedTuple):
         """Return what is here of a tensor that :func:`blank` made; of any other, all of it. Collective."""
         if not isinstance(value, DTensor):
             return cls.whole(value)
-        form = _form_of(value)
-        if not form.shape or not form.numel or value.placements != (Shard(form.dim),):
+        layout = _layout_of(value)
+        if not layout.shape or not layout.numel or value.placements != (Shard(layout.dim),):
             return cls.whole(full_of(value))
-        span = form.run(group.rank, group.world_size)
-        run = torch.empty(span.numel, dtype=form.dtype, device="cpu")
-        form.rows(run).copy_(value.to_local().detach())
-        return cls(form, run, span, cut=True)
+        span = layout.run(group.rank, group.world_size)
+        run = torch.empty(span.numel, dtype=layout.dtype, device="cpu")
+        layout.rows(run).copy_(value.to_local().detach())
+        return cls(layout, run, span, cut=True)
 
     @classmethod
     def whole(cls, value: Tensor) -> Rows:
@@ -297,9 +299,9 @@ class Rows(NamedTuple):
         strides = element_order(value.shape, value.stride())
         run = torch.empty(value.numel(), dtype=value.dtype, device="cpu")
         run.as_strided(value.shape, strides).copy_(value.detach())
-        return cls(Form(tuple(value.shape), strides, value.dtype), run, Span(0, value.numel()), cut=False)
+        return cls(RowLayout(tuple(value.shape), strides, value.dtype), run, Span(0, value.numel()), cut=False)
 
     def with_values(self, run: Tensor, group: Group) -> Tensor:
         """Return a tensor like that which these elements are of, with other values."""
-        form = self.form._replace(dtype=run.dtype)
-        return form.wrap(run, group) if self.cut else run.as_strided(form.shape, form.strides)
+        layout = self.layout._replace(dtype=run.dtype)
+        return layout.wrap(run, group) if self.cut else run.as_strided(layout.shape, layout.strides)

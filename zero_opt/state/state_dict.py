@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import StateDictError, quoted
 from ..kernels.adam_state import MAXIMUM, STORED_KEYS
-from ..kernels.checks import is_count, oddity
+from ..kernels.checks import may_be_count, oddity
 from ..layout import ParamSlice
 from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS, NATIVE_CLASSES
 from ..placement.selective.column_state import check_columns
@@ -230,7 +230,7 @@ def _check_values(index: int, state: Mapping[str, Any], *, whole: bool, takes_wr
             )
         if isinstance(value, Tensor) and not (takes_wrappers and hasattr(value, "__tensor_flatten__")):
             _require_dense(index, key, value)
-        if key == "step" and not is_count(value):
+        if key == "step" and not may_be_count(value):
             raise StateDictError(f"state 'step' of parameter {index} is {quoted(value)}, not a number of steps")
 
 

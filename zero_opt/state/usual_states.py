@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ..kernels.adam_state import MAXIMUM
-from ..kernels.checks import DTYPE_NAMES, is_count
+from ..kernels.checks import DTYPE_NAMES, may_be_count
 from ..kernels.strides import dimensions_of
 from ..placement.adam_rules import COLUMN_KEYS
 
@@ -66,7 +66,7 @@ def _is_usual(name: str, column: list[Tensor], likes: list[Tensor]) -> bool:
     if have_dimensions or column[0].dtype not in _COUNT_DTYPES:
         return False
     counts = torch.stack(column)
-    return is_count(counts.min()) and is_count(counts.max()) and not bool(counts.isnan().any())
+    return may_be_count(counts.min()) and may_be_count(counts.max()) and not bool(counts.isnan().any())
 
 
 class UsualStates(dict[int, Mapping[str, Any]]):

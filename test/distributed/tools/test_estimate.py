@@ -217,7 +217,7 @@ def held_by_columns(placement: Any) -> dict[str, int]:
     """What is shown as state is put together when it is read; here is what it is put together from."""
     states = [state for part in (placement._inner, placement._small) for _, state in part.state()]
     slices = [found for shard in placement._shards.values() for found in shard.slices]
-    compact = [found.compact for found in slices]
+    compact = [found.selected_state for found in slices]
     return {
         "state": nbytes(value for state in states for value in state.values())
         + nbytes(value for state in compact for key, value in state.items() if key != "param"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, copy_, grad_squares, sums_of
+from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, copy_, grad_squares, sum_count
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -168,7 +168,7 @@ def test_grad_squares_of_known_sums() -> None:
     """They are believed, and only added up."""
     grads = [torch.ones(5000), torch.ones(3)]
     sums = torch.tensor([4096.0, 904.0], dtype=torch.float64)
-    assert sums_of(5000) == 2 and sums_of(0) == 0
+    assert sum_count(5000) == 2 and sum_count(0) == 0
     assert grad_squares(grads, [sums, None]).total == 5003.0
     assert grad_squares(grads, [sums + 1.0, None]).total == 5005.0
     with pytest.raises(ValueError, match="the sums of gradient 0"):

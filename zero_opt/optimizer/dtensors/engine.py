@@ -16,7 +16,7 @@ from ...policies import AlreadyReduced, Overlapped, bucket_mb_of
 from ...reduction import GradShard, ReductionPolicy
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
-from ..compact_rows import parts_as_they_lie
+from ..compact_rows import stored_parts
 from ..config import Config
 from ..join import UnevenInputs
 from ..loading import Loaded
@@ -171,7 +171,7 @@ class DTensorEngine(ShardedEngine):
             return self._as_seen(super()._full_state())
         plain, parts = self.parts.params, super().rows(compact=True)
         self._require_fitting(parts)
-        return {i: parts_as_they_lie(state, self._view.param_of(plain[i]), plain[i]) for i, state in parts.items()}
+        return {i: stored_parts(state, self._view.param_of(plain[i]), plain[i]) for i, state in parts.items()}
 
     def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""

@@ -15,7 +15,7 @@ from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...system.extension import native_available
-from ..compact_state import PlainForm, form_of, is_compact, live_form
+from ..compact_state import PlainForm, form_of, is_compact, stored_form
 from ..interface import ParamState
 from ..masters import MasterShard, slices_of
 
@@ -35,7 +35,7 @@ class Unit(MasterShard):
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
         form: what the native kernel keeps of a slice. Slices that are stepped in stretches are stepped by it alone.
         splits: whether a master is the parameter and a remainder.
-        compact: whether users see another state than the live one; such slices are stepped by the kernel alone.
+        compact: whether users see another state than the stored one; such slices are stepped by the kernel alone.
         mastered: what is stepped are masters or copies of parameters, not the parameters themselves.
         written: parameters that the kernel writes to, and that are followed: its writes are no edits of the user's.
     """
@@ -99,21 +99,21 @@ class Unit(MasterShard):
         """A state as ``torch.optim`` has it, with the master as a tensor."""
         if not self.compact:
             return super().saved_state(position, state)
-        live = state if self.splits else super().saved_state(position, state)
-        return PlainForm(lambda: live, lambda: self._upper_half(position))
+        stored = state if self.splits else super().saved_state(position, state)
+        return PlainForm(lambda: stored, lambda: self._upper_half(position))
 
     def plain_form(self, position: int, states: StatesByTensor) -> PlainForm:
         """The compact state of a slice as users see it.
 
         Args:
-            states: the live ones, by what is stepped.
+            states: the stored ones, by what is stepped.
         """
         stepped = self.stepped[position]
         return PlainForm(lambda: states[stepped], lambda: self._upper_half(position))
 
     def compact_state(self, position: int, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The live state of a compact form out of a saved one; without a master, what is stepped is it."""
-        state = live_form(saved, self.stepped[position], self.form)
+        """The stored state of a compact form out of a saved one; without a master, what is stepped is it."""
+        state = stored_form(saved, self.stepped[position], self.form)
         self.complete(position, state)
         return state
 

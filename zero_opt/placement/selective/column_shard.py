@@ -59,8 +59,8 @@ class ColumnSlice:
             of its columns, ascending, counted from the first one here. These lie together, as a matrix of so many
             columns. Counts move alike on each side, so what is equal when columns are chosen stays so.
         order: all these numbers, as columns lie at home, where the place of the selected ones is a gap.
-        compact: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the parameter's
-            device.
+        selected_state: of the selected columns, in order: the master as "param", and moments; fp32, flat, on the
+            parameter's device.
         waiting: the sum of the gradients of a window, (numel,) fp32, in host memory; of selected columns, meaningless.
         gathered: how many gradients are in it.
         stepped: whether there is state.
@@ -75,7 +75,7 @@ class ColumnSlice:
         """Nothing has been stepped, nothing is selected, and nothing waits."""
         self.counts = torch.zeros(self.columns.total, dtype=torch.float32, device="cpu")
         self.gathered, self.stepped = 0, False
-        self.compact: dict[str, Tensor] = {}
+        self.selected_state: dict[str, Tensor] = {}
         self.choose(torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def choose(self, chosen: Tensor) -> None:
@@ -189,8 +189,8 @@ class ColumnShard(FollowedParams):
             self.flats[position].load()
             run = self.param_run(position)
             self._fill(position, self.home.params[position].param, run)
-            if column_slice.compact:
-                follow_param(column_slice.compact["param"], column_slice.take(run, column_slice.selected))
+            if column_slice.selected_state:
+                follow_param(column_slice.selected_state["param"], column_slice.take(run, column_slice.selected))
             self.follow(position)
 
     def write_home(self, positions: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class ColumnShard(FollowedParams):
     def write_selected(self, position: int) -> None:
         """Bring the selected columns into the parameter."""
         column_slice = self.slices[position]
-        self._write(position, column_slice.selected, column_slice.compact["param"])
+        self._write(position, column_slice.selected, column_slice.selected_state["param"])
 
     def _write(self, position: int, blocks: Sequence[Tensor], values: Tensor) -> None:
         with own_writes([self.flats[position]]):
@@ -228,8 +228,10 @@ class ColumnShard(FollowedParams):
             at_home = at_home.clone()
             follow_param(at_home, self.home.params[position].param)
         column_slice.put(run, column_slice.at_home, at_home[: column_slice.home_numel])
-        if column_slice.compact:
-            column_slice.put(run, column_slice.selected, column_slice.compact["param" if key == "master" else key])
+        if column_slice.selected_state:
+            column_slice.put(
+                run, column_slice.selected, column_slice.selected_state["param" if key == "master" else key]
+            )
         return self.saved_master(position, run) if key == "master" else run
 
     def select(self, position: int, chosen: Tensor, home: ParamState) -> None:
@@ -255,12 +257,12 @@ class ColumnShard(FollowedParams):
         self._fill(position, self.home.params[position].param, master.to(run.dtype))
         for key, value in values.items():
             self._fill(position, home[key], value)
-        column_slice.compact = {}
+        column_slice.selected_state = {}
         if column_slice.selected:
             for key, value in {**values, "master": master}.items():
                 selected = column_slice.take(value, column_slice.selected)
                 role = "param" if key == "master" else key
-                column_slice.compact[role] = selected.to(run.device, torch.float32)
+                column_slice.selected_state[role] = selected.to(run.device, torch.float32)
 
     def _fill(self, position: int, home: Tensor, values: Tensor) -> None:
         """Write a slice's elements to where its columns are at home."""

@@ -27,7 +27,7 @@ def step_columns(
         grad: of the slice, (numel,).
         update: :func:`adam_update_` with the user's options.
     """
-    if group["amsgrad"] and MAXIMUM not in column_slice.compact:
+    if group["amsgrad"] and MAXIMUM not in column_slice.selected_state:
         raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
     taken = column_slice.take(grad, column_slice.selected)
     if taken.dtype not in GRAD_DTYPES:
@@ -49,7 +49,8 @@ def _stretch_parts(
     """(steps done, gradient and state) of columns with one step count."""
     roles = ("param", *state_keys(amsgrad=amsgrad))
     for start, stop, count in column_slice.stretches(column_slice.selected):
-        yield count, {"grad": grad[start:stop], **{role: column_slice.compact[role][start:stop] for role in roles}}
+        state = {role: column_slice.selected_state[role][start:stop] for role in roles}
+        yield count, {"grad": grad[start:stop], **state}
 
 
 def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:

@@ -144,7 +144,7 @@ class SelectivePlacement(Placement):
     @property
     def spare_nbytes(self) -> int:
         """Bytes of selected columns beside their places at home, and those of the inner placements."""
-        own = sum(array.nbytes for column_slice in self._slices() for array in column_slice.compact.values())
+        own = sum(array.nbytes for column_slice in self._slices() for array in column_slice.selected_state.values())
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
     def require_not_forked(self) -> None:
@@ -184,7 +184,7 @@ class SelectivePlacement(Placement):
     def resident(self) -> Iterator[Tensor]:
         yield from self._small.resident()
         for column_slice in self._slices():
-            yield from column_slice.compact.values()
+            yield from column_slice.selected_state.values()
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         if index not in self._places:
@@ -350,7 +350,7 @@ class SelectivePlacement(Placement):
             # Columns are counted that are elsewhere, too: any rank can say of all how often they were stepped.
             if column_slice.chosen.numel() < column_slice.columns.total:
                 column_slice.gather(run, grad_scale)
-            if column_slice.compact:
+            if column_slice.selected_state:
                 step_columns(column_slice, run, groups[shard.pieces[position].group], grad_scale, self._update)
                 shard.write_selected(position)
             if column_slice.chosen.numel():

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ...kernels import sums_of
+from ...kernels import sum_count
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.shared_memory import Arena
@@ -32,7 +32,7 @@ class BankedShard(ArenaShard):
     def __init__(self, bucket: GradBucket, form: AdamState) -> None:
         super().__init__(bucket, form)
         self.squares: list[Tensor] = []
-        self._sums = [sums_of(piece.in_shard.numel) for piece in self.pieces]
+        self._sums = [sum_count(piece.in_shard.numel) for piece in self.pieces]
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
 
     def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:

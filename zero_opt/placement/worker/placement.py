@@ -12,7 +12,7 @@ from torch import nn
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels.functions import adam_hypers
-from ...kernels.runs import Batch
+from ...kernels.runs import RunBatch
 from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
@@ -299,6 +299,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._note_copies(self._shards[grad_shard.bucket] for grad_shard in grads)
         return used
 
-    def _send(self, batches: Sequence[Batch]) -> int:
+    def _send(self, batches: Sequence[RunBatch]) -> int:
         self._pace.begin(time.monotonic())
         return self._worker.submit(batches, flush_denormals=self._flush_denormals, past_caches=self._pace.past_caches)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import WorkerDied, WorkerFailed
 from ...kernels.checks import DTYPE_NAMES
-from ...kernels.runs import Batch
+from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
 from ...system.background_thread import SerialThread
 from ...system.extension import native
@@ -307,7 +307,7 @@ class WorkerProcess:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def submit(self, batches: Sequence[Batch], *, flush_denormals: bool = False, past_caches: bool = False) -> int:
+    def submit(self, batches: Sequence[RunBatch], *, flush_denormals: bool = False, past_caches: bool = False) -> int:
         """Have the worker take a step; returns its sequence number.
 
         Raises:
@@ -318,7 +318,7 @@ class WorkerProcess:
             batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
         )
 
-    def draft(self, batches: Sequence[Batch], *, flush_denormals: bool = False) -> int:
+    def draft(self, batches: Sequence[RunBatch], *, flush_denormals: bool = False) -> int:
         """Have the worker make runs from bank to bank, on any one thread at a time; returns ``control.drafted``.
 
         One that writes where an earlier one does takes a ``control.void_drafts()`` in between, or that one to be done.

@@ -34,7 +34,7 @@ from ...comm.exchange import SliceSums
 from ...comm.groups import Group
 from ...errors import ZeroOptError
 from ...kernels.functions import AdamHypers, adam_hypers
-from ...kernels.runs import Batch
+from ...kernels.runs import RunBatch
 from ...policies import AdamState, WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
@@ -314,7 +314,7 @@ class SpeculativePlacement(WorkerPlacement):
         self._rounds_before.update(self._rounds)
         self._rounds.clear()
 
-    def _send(self, batches: Sequence[Batch]) -> int:
+    def _send(self, batches: Sequence[RunBatch]) -> int:
         try:
             return self._worker.draft(batches, flush_denormals=self._flushes)
         except OverflowError:  # void drafts still have a place

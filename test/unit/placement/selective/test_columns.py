@@ -91,9 +91,9 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
             shard.select(position, torch.tensor(sorted(chosen), dtype=torch.int64), home)
             for key, value in values.items():
                 assert_bitwise(shard.value(position, key, home), value)
-            if found.compact:
+            if found.selected_state:
                 master = values.get("master", shard.param_run(position))
-                assert_bitwise(found.compact["param"], found.take(master, found.selected))
+                assert_bitwise(found.selected_state["param"], found.take(master, found.selected))
             window = data.draw(st.integers(1, 5))
             for _ in range(window):
                 found.gather(torch.ones(numel), 1.0)
