@@ -107,10 +107,11 @@ class Reduction:
         overlap_param_gather: the model whose parameters are trained. Updated parameters are then gathered in the
             background after ``step()`` returns, and each module's forward waits for its own. With
             :class:`WorkerOffload` and ``delay=0``, at one rank too, what the worker has stepped is copied into the
-            parameters in the background as well. Call ``opt.flush()`` before reading parameters in any other way (an
-            average of weights, a norm, ``torch.func``; in training, a weight of a module that is also called), and
-            before changing any, ``p.data`` included. If an update of this rank meets a change, the next ``step()``
-            raises ``StepPending``; a change that is made at the same moment may be lost. ``torch.compile`` compiles
+            parameters in the background as well. Every other function of torch that is called on a
+            parameter waits for all. Call ``opt.flush()`` before anything else: pointers, NumPy arrays and tensors that
+            share a parameter's memory, made before; ``torch.tensor(p)``; code in C++. If an update of this rank meets a
+            change that is made so, the next ``step()`` raises ``StepPending``, as far as version counters tell. Until
+            then a parameter's class is a subclass of its own. ``torch.compile`` compiles
             models anew (``torch.compiler.reset``), with the waits in them, which break graphs: ``fullgraph=True`` and
             ``torch.jit.script`` cannot be used.
     """

@@ -102,7 +102,7 @@ def test_autograds_numbers_of_backwards_may_wrap(outer: int, monkeypatch: pytest
     """An int32: a reentrant checkpoint may have the lowest of all while what is around it has the highest."""
     now = {"task": outer, "inner": False}
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: now["task"])
-    monkeypatch.setattr(autograd_hooks, "_inside_function", lambda: now["inner"])
+    monkeypatch.setattr(autograd_hooks, "inside_function", lambda: now["inner"])
     engine = SimpleNamespace(queue_callback=lambda _: None)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
     passes = autograd_hooks.BackwardPasses()

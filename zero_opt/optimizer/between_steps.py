@@ -86,6 +86,7 @@ class BetweenSteps(Engine):
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
+        self._one_call.watch = self.gather.watch_late
         self._finalizer = weakref.finalize(user, groups.close)
         self._finalizer.atexit = False
 

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from ..comm.backend_exchanges import ddp_average
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigTypeError
+from ..sharding.late_params import Unwatched
 from ..system.inference_mode import outside_inference_mode
 from .sharded_optimizer import ShardedOptimizer
 
@@ -32,7 +33,7 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
         )
     if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
         return ddp_average(resolve_group(optimizer._process_group), bucket)
-    with outside_inference_mode():
+    with outside_inference_mode(), Unwatched():
         optimizer._engine.take_bucket(bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
+import torch
+
 from ..errors import ParamsReplaced, StepDesync
+from ..sharding.late_params import Unwatched
 from ..system.inference_mode import outside_inference_mode
 
+_NO_CONTEXT = nullcontext()
+_Watched: Any = torch._C._EnableTorchFunction
 _Read = TypeVar("_Read")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -21,11 +27,13 @@ class OneCall:
     Other calls are refused at once: inside a call that waits for the other ranks, they would wait for themselves.
 
     Attributes:
+        watch: what is called when a call has ended, so that late parameters are watched. Within a call they are not.
         under_way: the call that is under way, as messages name it. ``None`` while the user's closure runs in it.
         reading: the threads that are inside ``state_dict()``.
     """
 
     def __init__(self) -> None:
+        self.watch: Callable[[], None] | None = None
         self.under_way: str | None = None
         self.reading = set[int]()
 
@@ -43,7 +51,7 @@ class OneCall:
             return state_dict()
         try:
             self.reading.add(thread)
-            with outside_inference_mode():
+            with outside_inference_mode(), Unwatched():
                 return state_dict()
         finally:
             self.reading.discard(thread)
@@ -56,7 +64,8 @@ class OneCall:
         """
         call, self.under_way = self.under_way, None
         try:
-            result = closure()
+            with _Watched():
+                result = closure()
         finally:
             other, self.under_way = self.under_way, call
         if other is not None:
@@ -89,7 +98,7 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
                 raise one.refusal(call, one.under_way)
             one.under_way = call
             try:
-                with outside_inference_mode():
+                with outside_inference_mode(), _NO_CONTEXT if one.watch is None else Unwatched():
                     try:
                         return method(self, *args, **kwargs)
                     except ParamsReplaced:
@@ -98,7 +107,11 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
                     self._replan()
                     return method(self, *args, **kwargs)
             finally:
-                one.under_way = None
+                try:
+                    if one.watch is not None:
+                        one.watch()
+                finally:
+                    one.under_way = None
 
         return cast(_Method, alone)
 

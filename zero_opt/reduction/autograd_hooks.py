@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd import function as autograd_function
 
 from ..errors import ConfigConflict
+from ..sharding.late_params import Unwatched, is_late
+from ..system.frames import inside_function
 from ..system.inference_mode import outside_inference_mode
-
-_FUNCTION_FILE = autograd_function.__file__
 
 
 class ArrivalHooks:
@@ -63,11 +61,16 @@ def _untraced(function: Any) -> Any:
 
 
 @_untraced  # a backward inside torch.compile would trace it
-def _announce(owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, _: Tensor) -> None:
+def _announce(
+    owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, param: Tensor
+) -> None:
     there = owner()
     if there is None:
         return
-    if torch.is_inference_mode_enabled():
+    if is_late(param):
+        with Unwatched(), outside_inference_mode():
+            arrived(there, index)
+    elif torch.is_inference_mode_enabled():
         with outside_inference_mode():
             arrived(there, index)
     else:  # as nearly always, where even an empty context is a tenth of the hook
@@ -105,7 +108,7 @@ class BackwardPasses:
         self._unfinished.add(task)
         # Autograd calls back at the end of the pass, unless an exception ends the pass.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._unfinished.discard, task))
-        if _inside_function():
+        if inside_function():
             self._first_inner = task if self._first_inner is None else self._first_inner
             return False
         inner, self._first_inner = self._first_inner, None
@@ -119,17 +122,3 @@ class BackwardPasses:
     def forget(self) -> None:
         """Forget passes that have ended in an exception: what has arrived is void."""
         self._unfinished.clear()
-
-
-def _inside_function() -> bool:
-    """Return whether this thread is in the backward of an autograd Function."""
-    codes = (frame.f_code for frame in calling_frames())
-    return any(code.co_name == "apply" and code.co_filename == _FUNCTION_FILE for code in codes)
-
-
-def calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of this thread's stack, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

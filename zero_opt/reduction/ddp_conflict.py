@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 
 from ..errors import GradientConflict
-from .autograd_hooks import calling_frames
+from ..system.frames import calling_frames
 
 
 def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:

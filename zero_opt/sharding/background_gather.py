@@ -19,6 +19,7 @@ from ..system.inference_mode import outside_inference_mode
 from ..system.stages import CallStages, Lane
 from .buckets import GradBucket
 from .gather import ParamGather
+from .late_params import LateParams, Unwatched
 from .partition import Partition
 
 _gathers: weakref.WeakSet[BackgroundGather] = weakref.WeakSet()
@@ -76,6 +77,7 @@ class BackgroundGather(ParamGather):
         self._needs: dict[int, set[int]] = {}
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._late = LateParams(self._used)
         self._hook_modules()
         _gathers.add(self)
 
@@ -132,11 +134,11 @@ class BackgroundGather(ParamGather):
 
     def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> CallStages[Any]:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
-        with torch.no_grad(), bucket.streams.side([stepped], bucket.memory_to_record()):
+        with torch.no_grad(), Unwatched(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
             end = self._gather(bucket, ident, failed=failed)
         yield None
-        with torch.no_grad(), bucket.streams.side([], []):
+        with torch.no_grad(), Unwatched(), bucket.streams.side([], []):
             end()
             return bucket.streams.produced()[1]
 
@@ -192,7 +194,24 @@ class BackgroundGather(ParamGather):
         """Return whether any of these parameters is gathered here."""
         return not {flat.param for flat in self._partition.flats.values()}.isdisjoint(params)
 
+    def watch_late(self) -> None:
+        for index in self._arriving:
+            self._late.mark(flat.param for flat in self._partition.buckets[index].params)
+
+    def _used(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with outside_inference_mode():
+            self.flush()
+        return func(*args, **kwargs)
+
     def _arrive(self, index: int) -> None:
+        if not self._late:
+            self._await(index)
+            return
+        with Unwatched():
+            self._await(index)
+        self._late.clear(flat.param for flat in self._partition.buckets[index].params)
+
+    def _await(self, index: int) -> None:
         arriving = self._arriving.get(index)
         if arriving is not None:
             if os.getpid() != self._pid and not arriving.done():  # the thread that gathers is in no fork
@@ -214,14 +233,16 @@ class BackgroundGather(ParamGather):
 
     def flush(self) -> None:
         """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts."""
-        try:
-            for index in [*self._arriving, *self._arrived]:
-                self._arrive(index)
-        except Exception:
-            self._arriving.clear()
+        with Unwatched():
+            try:
+                for index in [*self._arriving, *self._arrived]:
+                    self._await(index)
+            except Exception:
+                self._arriving.clear()
+                self._results.await_results()
+                raise
             self._results.await_results()
-            raise
-        self._results.await_results()
+        self._late.clear()
 
     def forget(self) -> None:
         self.flush()

@@ -42,6 +42,9 @@ class ParamGather:
     def flush(self) -> None:
         """Return when all parameters are up to date."""
 
+    def watch_late(self) -> None:
+        """Wait, from here on, where the user uses a parameter that is not up to date."""
+
     def failed(self) -> Sequence[int]:
         """Return the ranks on which the last step failed, if :meth:`end` could not return them. Waits for them."""
         return ()

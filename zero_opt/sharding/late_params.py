@@ -1,0 +1,193 @@
+"""Parameters that are late: torch tells of every use of one outside the optimizer.
+
+A late parameter is of a class of its own for as long, a subclass of the one it had, whose ``__torch_function__`` torch
+calls with what it is about to do. The parameter stays the object it was. What asks for the shape, the gradient and the
+like is let through. Values reach the user without that where no function of torch is called on the parameter: by
+pointers, NumPy arrays and tensors that share its memory, made before, and in C++; ``torch.tensor(param)`` is such a
+call.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: A context in which late parameters are as all others, on this thread.
+Unwatched = torch._C.DisableTorchFunctionSubclass
+
+_VALUES = ("data", "real", "imag", "T", "H", "mT", "mH", "_base")  # properties that give values
+_METADATA = """
+    size stride dim ndimension numel nelement element_size storage_offset get_device has_names __len__ _is_view
+    is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
+    is_same_size is_shared is_signed requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
+    result_type can_cast promote_types empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+"""
+
+
+def _harmless() -> Iterator[Any]:
+    """Yield what torch calls to ask for something else than values, as ``__torch_function__`` gets it."""
+    properties = vars(torch._C.TensorBase)
+    descriptor = type(properties["grad"])
+    for name in [key for key, value in properties.items() if isinstance(value, descriptor) and key not in _VALUES]:
+        yield properties[name].__get__
+        yield properties[name].__set__
+        yield properties[name].__delete__
+    for name in _METADATA.split():
+        yield from (getattr(owner, name) for owner in (Tensor, torch) if hasattr(owner, name))
+
+
+_HARMLESS = frozenset(_harmless())
+_PARAMETER_NEW: Any = nn.Parameter.__new__
+
+Use = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class LateParams:
+    """The parameters that are late for one reason.
+
+    Args:
+        used: a method that is called with a function of torch, its positional and its keyword arguments, instead of
+            that function, when that is to have values of a late parameter, or to change them. It is called on the
+            user's thread, and returns what the function returns, or raises.
+    """
+
+    def __init__(self, used: Use) -> None:
+        self._used: Any = weakref.WeakMethod(used)
+        self._classes: dict[type, type] = {}
+        self._marked: dict[int, tuple[Tensor, type]] = {}  # by id: a parameter and the class that it had
+        weakref.finalize(self, _restore_all, self._marked).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._marked)
+
+    def mark(self, params: Iterable[Tensor]) -> None:
+        """Make these late, from here on."""
+        marked, classes, me = self._marked, self._classes, weakref.ref(self)
+        for param in params:
+            if id(param) not in marked:
+                kind = type(param)
+                late = classes.get(kind)
+                if late is None:
+                    late = classes[kind] = _late_class(kind, me)
+                param.__class__ = late
+                marked[id(param)] = (param, kind)
+
+    def clear(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make these as they were before, or all."""
+        marked = self._marked
+        if params is None:
+            _restore_all(marked)
+        elif marked:
+            for param in params:
+                if id(param) in marked:
+                    _make_plain(*marked.pop(id(param)))
+
+    def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``used``; what has outlived that is late no more."""
+        used = self._used()
+        if used is None:
+            self.clear()
+            return func(*args, **kwargs)
+        return used(func, args, kwargs)
+
+
+class _Late:
+    """The base of classes of late parameters."""
+
+    __slots__ = ()
+
+
+def is_late(param: Tensor) -> bool:
+    """Return whether a parameter is late."""
+    return isinstance(param, _Late)
+
+
+def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
+    """Return the class of late parameters that were of class ``kind``."""
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807, ARG001
+        return kind(*args, **kwargs)  # type(param)(...) is of the class that param is
+
+    def __torch_function__(  # noqa: N807
+        _: type, func: Any, __: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _HARMLESS or (func is Tensor.type and len(args) == 1) or torch.compiler.is_compiling():
+            with Unwatched():
+                return func(*args, **(kwargs or {}))
+        of = late()
+        if of is None:
+            _restore_these(args)
+            return func(*args, **(kwargs or {}))
+        result = of.use(func, args, kwargs or {})
+        if func is Tensor.detach and sys._getframe(1).f_code is _PARAMETER_NEW.__code__:
+            result.__class__ = type(args[0])  # which nn.Parameter(param) insists on
+        return result
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:  # noqa: N807
+        _tell(self, late, Tensor.__deepcopy__)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        _tell(self, late, Tensor.__reduce_ex__)
+        return self.__reduce_ex__(protocol)
+
+    methods = {
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__qualname__": f"late {kind.__qualname__}",
+        "__new__": __new__,
+        "__torch_function__": classmethod(__torch_function__),
+        "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
+    }
+    bases = (kind,) if issubclass(kind, _Late) else (_Late, kind)  # it may be late for two reasons
+    return type(kind)(kind.__name__, bases, methods)
+
+
+def _tell(param: Any, late: weakref.ReferenceType[LateParams], func: Any) -> None:
+    """Announce a use in which torch would take the late class for the parameter's own."""
+    of = late()
+    if of is not None:
+        of.use(_nothing, (param, func), {})
+    elif is_late(param):
+        _restore_these([param])
+
+
+def _nothing(*_: Any) -> None:
+    """Return None."""
+
+
+def _make_plain(param: Tensor, kind: type) -> None:
+    if is_late(param):  # the user may have assigned another class
+        param.__class__ = kind
+
+
+def _restore_all(marked: dict[int, tuple[Tensor, type]]) -> None:
+    while marked:
+        _make_plain(*marked.popitem()[1])
+
+
+def _restore_these(args: Iterable[Any]) -> None:
+    for param in late_among(args):
+        plain: Any = next(kind for kind in type(param).__mro__ if not issubclass(kind, _Late))
+        param.__class__ = plain
+
+
+def late_among(args: Iterable[Any]) -> list[Tensor]:
+    """Return the late parameters among arguments of a function of torch."""
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, _Late):
+            found.append(arg)  # type: ignore[arg-type]
+        elif isinstance(arg, (tuple, list)):
+            found += late_among(arg)
+        elif isinstance(arg, dict):
+            found += late_among(arg.values())
+    return found

@@ -1,0 +1,25 @@
+"""The stack of the calling thread, and what it says of autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch.autograd.function as autograd_function
+
+_FUNCTION_FILE = autograd_function.__file__
+
+
+def inside_function() -> bool:
+    """Return whether this thread is in the forward or the backward of an autograd Function."""
+    codes = (frame.f_code for frame in calling_frames())
+    return any(code.co_name == "apply" and code.co_filename == _FUNCTION_FILE for code in codes)
+
+
+def calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread's stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
