@@ -11,7 +11,9 @@ namespace {
 
 // Split masters, as in compact.inl.
 inline AvxFloats joined_at(const std::uint16_t* params, const std::int16_t* remainders) {
-  return (AvxFloats)((widened(params) << 16) + widened(remainders));
+  const AvxInts high = (AvxInts)(widened(params) << 16), remainder = (AvxInts)widened(remainders);
+  const AvxInts written = (AvxInts)(high + high == 0) & (remainder >> 31);
+  return (AvxFloats)(high + (remainder & ~written));
 }
 
 ZERO_OPT_INLINE void write_split(AvxFloats master, AvxFloats next, std::uint16_t* params, std::int16_t* remainders) {
@@ -27,8 +29,8 @@ ZERO_OPT_INLINE void write_bf16(AvxFloats values, AvxFloats next, std::uint16_t*
 
 // The same of pairs.
 inline AvxPair joined(AvxHalves params, AvxHalves remainders) {
-  const AvxHalves borrowed = (AvxHalves)((AvxShorts)remainders >> 15);
-  return words_of(remainders, params + borrowed);
+  const AvxHalves below = (AvxHalves)((AvxShorts)remainders >> 15), written = below & (AvxHalves)(params + params == 0);
+  return words_of((AvxHalves)(remainders & ~written), params + (AvxHalves)(below & ~written));
 }
 
 inline AvxPair separable(const AvxPair& masters) {

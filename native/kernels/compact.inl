@@ -26,9 +26,11 @@
 namespace zero_opt {
 namespace {
 
-// The param in the upper half of ``high``, and nothing in the lower.
+// The param in the upper half of ``high``, and nothing in the lower. No step leaves a remainder below 0 beside a param
+// of 0, of which it would make a NaN: that is where the user has written the 0, and the remainder is another value's.
 inline float joined_bits(std::uint32_t high, std::int32_t remainder) {
-  return float_of(high + static_cast<std::uint32_t>(remainder));
+  const bool written = high << 1 == 0 && remainder < 0;
+  return float_of(high + static_cast<std::uint32_t>(written ? 0 : remainder));
 }
 
 inline float joined(std::uint16_t param, std::int16_t remainder) {

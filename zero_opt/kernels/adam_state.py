@@ -90,19 +90,22 @@ def _upper_bits(param: Tensor) -> Tensor:
 
 def joined_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 master that a bf16 param and a remainder of its shape are."""
+    # Of a param of 0 that the user has written, a remainder below 0 is another value's: it would make a NaN.
+    remainder = torch.where(param.detach() == 0, remainder.clamp(min=0), remainder)
     return (_upper_bits(param) + remainder.int()).view(torch.float32)
 
 
 def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
-    """Return what a bf16 param lacks of an fp32 master of its shape; zero where the param is not the master, rounded.
+    """Return what a bf16 param lacks of an fp32 master of its shape, or, without one, zeros. The param is not written.
 
-    The param is not written. Where another rounding of ties has made it, the master comes out one unit off.
+    Where another rounding of ties has made the param, the master comes out one unit off. Where the param is not the
+    master, rounded, it may be loaded after this: what is returned is what that will lack.
     """
     remainder = _like(param, torch.int16)
     if master is not None:
-        lacking = _separable_bits(master.to(device="cpu", dtype=torch.float32)) - _upper_bits(param)
-        lacking.masked_fill_(lacking.abs() > 0x8000, 0)
-        remainder.copy_(lacking.clamp_(max=0x7FFF))
+        bits = _separable_bits(master.to(device="cpu", dtype=torch.float32))
+        lacking = bits - _upper_bits(param)
+        remainder.copy_(torch.where(lacking.abs() > 0x8000, bits.to(torch.int16), lacking.clamp(max=0x7FFF)))
     return remainder
 
 

@@ -25,6 +25,7 @@ from ..errors import (
     ZeroOptError,
 )
 from ..layout import mask_of
+from ..placement import Placement
 from ..reduction.consumed_grad import ConsumedGrad
 from ..sharding.flat_param import is_dtensor, own_writes
 from ..sharding.gather import broadcast_shards
@@ -48,6 +49,17 @@ from .process_groups import OwnGroups
 
 # Seconds that the background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
+
+
+def _end_dropped(groups: OwnGroups, placement: Placement) -> None:
+    """Close the groups of an optimizer that nobody holds any more, and say what is lost with it."""
+    if placement.pending:
+        log.warning(
+            "an optimizer was dropped while a step was pending: parameters lack its update%s; call opt.flush(), then "
+            "opt.close(), before the last reference goes",
+            ", and show predictions" if placement.predicts else "",
+        )
+    groups.close()
 
 
 class BetweenSteps(Engine):
@@ -87,7 +99,7 @@ class BetweenSteps(Engine):
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
         self._one_call.watch = self.gather.watch_late
-        self._finalizer = weakref.finalize(user, groups.close)
+        self._finalizer = weakref.finalize(user, _end_dropped, groups, parts.placement)
         self._finalizer.atexit = False
 
     @property

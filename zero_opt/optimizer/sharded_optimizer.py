@@ -38,6 +38,8 @@ from .process_groups import OwnGroups
 from .sharded import ShardedEngine
 from .single_rank import SingleRank
 
+_CHOSEN_ONCE = frozenset(("process_group", "reduction", "offload", "precision", "max_grad_norm", "checks"))
+
 
 class ShardedOptimizer(UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
@@ -418,6 +420,12 @@ class ShardedOptimizer(UnevenInputs):
         unscales, local = self._engine.unscales, self._engine.grads_are_local
         asks = note_scaler(self, unscaled=local and not unscales)
         return unscales or (asks and local)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CHOSEN_ONCE:
+            instead = "clip with opt.clip_grad_norm_(), or " if name == "max_grad_norm" else ""
+            raise ConfigConflict(f"{name} cannot change after construction; {instead}construct a new optimizer")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the wrapped optimizer that this one lacks."""

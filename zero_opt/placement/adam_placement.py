@@ -132,6 +132,8 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
         for index, (shard, position) in self._places.items():
             saved = states.get(index, {})
             shard.load(position, saved)
+            if "master" in saved:
+                shard.distrust(position)
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._written()

@@ -30,7 +30,7 @@ def form_of(bucket: GradBucket, form: AdamState) -> AdamState:
 def stored_form(saved: Mapping[str, Any], stepped: Tensor, form: AdamState) -> dict[str, Any]:
     """Return the stored state of a saved one, but for a master that is not split. The parameter is not written.
 
-    A split master is kept as far as the parameter is what it rounds to; without a master, the parameter is it.
+    Of a split master what rounding cuts off is kept; without a master, the parameter is it.
     """
     state = packed_moments(saved, stepped, form)
     if form.master == "split":

@@ -88,6 +88,10 @@ class FollowedParams:
             return state
         return {**state, "master": self.saved_master(position, state["master"])}
 
+    def distrust(self, position: int) -> None:
+        """Let a master that was loaded count, from the next step on, where the parameter is what it rounds to."""
+        self._stale.add(position)
+
     def follow(self, position: int) -> None:
         """Let what was made of the parameter be right as it is, whatever was written to that."""
         self._stale.discard(position)

@@ -62,6 +62,28 @@ def test_the_master_is_the_param_of_an_fp32_run(master: str, moments: str) -> No
         assert all(torch.equal(p, rounded_away(q.detach())) for p, q in zip(narrow, wide))
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])  # in registers where it can be, and by the general loop
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
+def test_a_zero_that_is_written_is_a_zero(moments: str, amsgrad: bool) -> None:
+    """What a split master keeps beside the param is another value's: below 0, it would make a NaN of 0 and of -0."""
+    found = []
+    for master in ("float32", "split"):
+        (param,) = [Parameter(torch.linspace(-3.0, 3.0, 333).bfloat16())]
+        optimizer = CPUAdamW([param], lr=1e-2, state=AdamState(moments, master), amsgrad=amsgrad)
+        gradients([param], 0)
+        optimizer.step()
+        with torch.no_grad():
+            param[::2] = 0.0
+            param[1::4] = -0.0
+        (held,) = masters(optimizer)
+        assert held[param == 0].abs().max() < 1e-38
+        gradients([param], 1)
+        optimizer.step()
+        (held,) = masters(optimizer)
+        found.append(torch.cat([held[::2], held[1::4]]))
+    assert torch.equal(*found)
+
+
 def rounded_away(values: Tensor) -> Tensor:
     return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 

@@ -318,6 +318,8 @@ class DevicePlacement(StretchPlacement[Unit]):
         unit, position = self._places[index]
         stepped, states = unit.stepped[position], self._optimizer.state
         unit.take_master(position, saved)
+        if "master" in saved:
+            unit.distrust(position)
         if saved and unit.compact:
             states[stepped] = unit.compact_state(position, saved)
         elif saved:

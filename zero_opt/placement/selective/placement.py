@@ -228,9 +228,11 @@ class SelectivePlacement(Placement):
         self._small.load({index: state for index, state in states.items() if index not in self._places}, groups)
         self._inner.load({}, groups)
         without = 0
-        for index, (shard, _) in self._places.items():
+        for index, (shard, position) in self._places.items():
             saved = states.get(index, {})
             self._load_slice(index, saved)
+            if "master" in saved:
+                shard.distrust(position)
             without += bool(saved) and shard.param_dtype is not torch.float32 and "master" not in saved
         say_without_masters(without)
         self._shown.clear()
