@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateDictError
 from ..kernels.adam_state import HALVES, MAXIMUM, ROLES, span_of
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
@@ -179,11 +181,22 @@ class StateShard(MasterShard):
             self.stepped.discard(position)
         self.follow(position)
 
+    def next_step(self, position: int, number: float) -> float:
+        """Return the number of a slice's next step, in fp32, where counting ends at 2^24, as torch's does.
+
+        Raises:
+            StateDictError: the user has made it something else.
+        """
+        if not 1 <= number < math.inf:
+            label = self.flats[position].label
+            raise StateDictError(f"the step count of {label} must be a number from 0, and is {number - 1}")
+        return number
+
     def stretches_of(self, position: int) -> Sequence[Stretch]:
         """What of a slice is stepped, and at which step counts."""
         if position in self.stretches:
             return self.stretches[position]
-        next_step = float(self.steps[position] + 1)  # in fp32, where counting ends at 2^24, as torch's does
+        next_step = self.next_step(position, float(self.steps[position] + 1))
         return [Stretch(0, self.pieces[position].in_shard.numel, next_step - 1)]
 
     def has_maximum(self) -> bool:

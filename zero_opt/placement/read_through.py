@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +59,24 @@ class ReadThrough(MutableMapping[str, Any]):
         self._values.pop(key, None)
         self._dropped.add(key)
 
+    def copy(self) -> dict[str, Any]:
+        """Return the values as they are now, as ``dict.copy`` does."""
+        return dict(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
     @property
     def nbytes(self) -> int:
         """Bytes of what the values are made from."""
@@ -73,7 +92,9 @@ class ReadThrough(MutableMapping[str, Any]):
 
     def wrote_to(self, key: str) -> bool:
         """Whether users have written to a value that there is, or put another in its place."""
-        value, (made, version) = self._values.get(key), self._made.get(key, (None, 0))
+        if key not in self._made:
+            return key in self._values
+        value, (made, version) = self._values.get(key), self._made[key]
         return value is not made or (isinstance(value, Tensor) and version_of(value) != version)
 
     def forget(self) -> None:

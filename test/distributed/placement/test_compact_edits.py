@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,48 @@ def _write_to_a_split_master(rank: int, world_size: int, folder: str, kind: str)
 def test_a_write_to_a_split_master_is_an_error_on_every_rank(kind: str, world_size: int, tmp_path: Path) -> None:
     for before, after in run_processes(world_size, _write_to_a_split_master, str(tmp_path), kind):
         assert_bitwise(after, before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+@pytest.mark.parametrize("kind", ["cpu", "worker"])
+def test_copies_of_an_entry_are_dicts_of_values_as_they_are(kind: str, copied: Callable[[Any], Any]) -> None:
+    param = nn.Parameter(values(3, 0, 0, 0, (NUMEL,)))
+    state = zero_opt.AdamState("block8")
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=0.1, state=state, offload=PLACEMENTS[kind](""))
+    for step in range(2):
+        param.backward(values(step, 1, 0, 0, (NUMEL,)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            saved = copied(optimizer.state[param])
+            expected = {key: value.clone() for key, value in optimizer.state[param].items()}
+    assert_bitwise(saved, expected)
+    entry = optimizer.state[param]
+    assert {type(made) for made in (saved, copy.copy(entry), entry.copy(), entry | {})} == {dict}
+    optimizer.close()
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+@pytest.mark.parametrize("kind", ["cpu", "worker"])
+def test_what_is_no_value_is_refused_though_none_was_read(kind: str, key: str) -> None:
+    param = nn.Parameter(values(3, 0, 0, 0, (NUMEL,)))
+    state = zero_opt.AdamState("block8")
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=0.1, state=state, offload=PLACEMENTS[kind](""))
+    param.backward(values(0, 1, 0, 0, (NUMEL,)))
+    optimizer.step()
+    optimizer.state[param][key] = None
+    with pytest.raises(zero_opt.StateDictError):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("count", [-1.0, torch.nan, torch.inf])
+def test_a_step_count_that_is_none_is_refused(count: float) -> None:
+    param = nn.Parameter(values(3, 0, 0, 0, (NUMEL,)))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, fused=True, offload=PLACEMENTS["worker"](""))
+    param.backward(values(0, 1, 0, 0, (NUMEL,)))
+    optimizer.step()
+    optimizer.state[param]["step"].fill_(count)
+    with pytest.raises(zero_opt.StateDictError, match="step count of parameter 0"):
+        optimizer.step()
+    optimizer.close()

@@ -172,7 +172,7 @@ class ArenaShard(StateShard):
 
     def _neighbors(self, positions: Sequence[int]) -> Iterator[tuple[slice, float, int]]:
         """Stretches of neighboring slices with one step count and bank: where, the number of the step, the bank."""
-        next_steps = (self.steps + 1).tolist()  # in fp32, where counting ends at 2^24, as torch's does
+        next_steps = (self.steps + 1).tolist()
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
             return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
@@ -182,7 +182,7 @@ class ArenaShard(StateShard):
             neighbors = [position for _, position in members]
             start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
-                yield slice(start, stop), step, bank
+                yield slice(start, stop), self.next_step(neighbors[0], step), bank
         for position in filter(self.stretches.__contains__, positions):
             first = self.pieces[position].in_shard.start
             for start, stop, count in self.stretches[position]:
