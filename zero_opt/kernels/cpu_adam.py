@@ -120,7 +120,8 @@ class _NativeStep(torch.optim.Adam):
         self._flush = rest.pop("flush_denormals", False)
         check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
-        self._written: dict[int, tuple[int, int]] = {}  # by param: its version and address as of our last write
+        # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
+        self._written: dict[int, tuple[int, int] | None] = {}
         # By param: what holds no values in its state, and the version of that as of our last write.
         self._stored: dict[int, list[tuple[str, Tensor, int]]] = {}
         return _fused_options(type(self).__name__, rest)
@@ -179,7 +180,7 @@ class _NativeStep(torch.optim.Adam):
             StateDictError: what holds no values in ``state`` was written to.
         """
         self._require_own_stored()
-        self._follow_params()
+        self._follow_params(loaded=False)
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
         return packed
@@ -225,7 +226,7 @@ class _NativeStep(torch.optim.Adam):
         for param, saved in fitting:
             if self._needs_conversion(param):
                 self.state[param] = stored_state(saved, param, self._form)
-                self._written[id(param)] = _place(param)
+                self._written[id(param)] = None
         self._note_stored()
 
     # -- stored forms -------------------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class _NativeStep(torch.optim.Adam):
         hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():
             self._bind(list(self._stale()))
-        self._follow_params()
+        self._follow_params(loaded=True)
         batches = [
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
@@ -347,10 +348,11 @@ class _NativeStep(torch.optim.Adam):
                 yield param, master
 
     @torch.no_grad()
-    def _follow_params(self) -> None:
-        """Let masters follow params that have been written to since the last step or load."""
+    def _follow_params(self, *, loaded: bool) -> None:
+        """Let masters follow params written to since the last step, and all those of which a master was ``loaded``."""
         for param, master in self._mastered():
-            if self._written.get(id(param)) != _place(param):
+            known = self._written.get(id(param), ())
+            if known != _place(param) and (loaded or known is not None):
                 follow_param(master, param)
                 self._written[id(param)] = _place(param)
 

@@ -87,11 +87,21 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     _check(optimizer)
     saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict))
     group, params = optimizer._group, _params_as_planned(optimizer)
-    state = {
-        index: plain_entry(entry, params[index], group) if is_stored(entry) else entry
-        for index, entry in saved["state"].items()
-    }
-    optimizer.load_state_dict({**saved, "state": state})
+    state, failed = dict(saved["state"]), list[StateDictError]()
+    for index, entry in saved["state"].items():
+        if is_stored(entry):
+            try:
+                state[index] = plain_entry(entry, params[index], group)
+            except StateDictError as error:  # other ranks may go on with the next one, which is collective
+                failed.append(error)
+    optimizer.load_state_dict({**saved, "state": optimizer._checked_on_all(partial(_if_none, failed, state))})
+
+
+def _if_none(errors: Sequence[Exception], value: StateDict) -> StateDict:
+    """Return a value, or raise the first error."""
+    for error in errors:
+        raise error
+    return value
 
 
 def _params_as_planned(optimizer: ShardedOptimizer) -> list[Tensor]:

@@ -37,6 +37,10 @@ from ..sharding.flat_param import element_order, is_dtensor
 from .dtensors.local_parts import cut_like, dtensor_over, local_of, value_of_param
 
 Sized = Mapping[str, tuple[Any, torch.Size]]
+_CUT_APART = (
+    "compact state is for elements that are not the same on this rank ({}, of a parameter or a part of shape {}); load "
+    "what sharded_state_dict() returned, each tensor as it was"
+)
 
 
 def compact_values(made: Sized, param: Tensor, form: AdamState) -> Sized:
@@ -140,7 +144,11 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
 
 
 def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[str, Any]:
-    """Return a checked compact entry in torch's form, cut as it is, or as its DTensor is. Collective."""
+    """Return a checked compact entry in torch's form, cut as it is, or as its DTensor is. Collective.
+
+    Raises:
+        StateDictError: its tensors are cut in different ways; after all of this entry that is collective.
+    """
     if is_dtensor(param):
         part = local_of(param)
         parts = {key: _local_value(key, value, param) for key, value in entry.items()}
@@ -148,18 +156,22 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
     from ..state.row_sharded import Rows, full_of  # take seconds to import, and few need them
 
     plain = {key: value for key, value in entry.items() if key not in STORED_KEYS}
+    low = Rows.of(entry["remainder"], group) if "remainder" in entry else None
     if CODES[0] in entry:
         codes = [Rows.of(entry[key], group) for key in CODES]
         bases = [full_of(entry[key]).cpu() for key in BASES]
         span = codes[0].span
         blocks = slice(span.start // BLOCK_NUMEL, max(blocks_of(span.stop), span.start // BLOCK_NUMEL))
         lead = span.start % BLOCK_NUMEL if span.numel else 0
+        if codes[1].span != span or min(base.numel() for base in bases) < blocks.stop:
+            raise StateDictError(_CUT_APART.format(", ".join((*CODES, *BASES)), tuple(param.shape)))
         runs = [run.run for run in codes]
         moments = unpacked(runs, [base[blocks] for base in bases], lead) if span.numel else [r.float() for r in runs]
         plain.update(zip(MOMENTS, (codes[0].with_values(run, group) for run in moments), strict=True))
-    if "remainder" in entry:
-        low = Rows.of(entry["remainder"], group)
+    if low is not None:
         high = Rows.whole(param).run[low.span.start : low.span.stop]
+        if high.numel() != low.span.numel:
+            raise StateDictError(_CUT_APART.format("remainder", tuple(param.shape)))
         plain["master"] = low.with_values(joined_master(high, low.run), group)
     return plain
 

@@ -46,6 +46,7 @@ class FollowedParams:
         self.pieces, self.flats = pieces, flats
         self.param_dtype = flats[0].param.dtype if flats else torch.float32
         self._stale = set(range(len(pieces)))
+        self._distrusted: set[int] = set()
         self._known = [flat.edits for flat in flats]
 
     def param_run(self, position: int) -> Tensor:
@@ -90,11 +91,16 @@ class FollowedParams:
 
     def distrust(self, position: int) -> None:
         """Let a master that was loaded count, from the next step on, where the parameter is what it rounds to."""
-        self._stale.add(position)
+        self._distrusted.add(position)
+
+    def to_read(self, position: int) -> bool:
+        """Whether the next step has to look at the parameter first."""
+        return position in self._distrusted or self.edited(position)
 
     def follow(self, position: int) -> None:
         """Let what was made of the parameter be right as it is, whatever was written to that."""
         self._stale.discard(position)
+        self._distrusted.discard(position)
         self._known[position] = self.flats[position].edits
 
 
@@ -160,7 +166,7 @@ class MasterShard(FollowedParams, ABC):
 
     def read_params(self, positions: Sequence[int]) -> None:
         """Take masters from parameters that the user has written to."""
-        for position in filter(self.edited, positions):
+        for position in filter(self.to_read, positions):
             self.flats[position].load()
             follow_param(self.master(position), self.param_run(position))
             self.follow(position)

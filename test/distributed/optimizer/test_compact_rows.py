@@ -16,6 +16,7 @@ import zero_opt
 from test.support.compact_training import FORMS, Form, backward, groups_of, make_optimizer, make_params, plain_steps
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
+from test.support.scenario import values as numbers
 
 BEFORE, AFTER = 5, 4
 REDUCTION = zero_opt.Overlapped(BUCKET_MB)
@@ -148,3 +149,29 @@ def _differ(rank: int, world_size: int, values: Tensor) -> str:
 def test_ranks_that_save_in_different_forms_are_told() -> None:
     for said in run_processes(2, _differ, torch.ones(300)):
         assert "sharded_state_dict(compact=True)" in said
+
+
+def _load_cut_apart(rank: int, world_size: int, key: str) -> list[str]:
+    """On both ranks one tensor is whole where the others are cut; then on rank 0 alone."""
+    param = nn.Parameter(numbers(1, 0, 0, 0, (200, 50)).bfloat16())
+    state = zero_opt.AdamState("block8", "split")
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=0.1, state=state)
+    param.backward(numbers(2, 0, rank, 0, (200, 50)).bfloat16())
+    optimizer.step()
+    said = []
+    for ranks in ((0, 1), (0,)):
+        saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+        whole = saved["state"][0][key].full_tensor()
+        if rank in ranks:
+            saved["state"][0][key] = whole
+        with pytest.raises(zero_opt.StateDictError) as caught:
+            zero_opt.load_sharded_state_dict(optimizer, saved)
+        said.append(str(caught.value))
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("key", ["exp_avg_codes", "exp_avg_sq_codes"])
+def test_tensors_that_are_cut_in_different_ways_are_refused(key: str) -> None:
+    for said in run_processes(2, _load_cut_apart, key):
+        assert all("elements that are not the same" in text for text in said)

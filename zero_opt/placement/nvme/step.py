@@ -60,7 +60,7 @@ class FileStep:
                 grad, key = grad_shard.grads[position], (shard.index, position)
                 assert grad is not None
                 self._grads[key] = shard.flat_grad(position, grad)
-                if shard.edited(position):
+                if shard.to_read(position):
                     self._following.add(key)
                 shard.follow(position)
         used = []

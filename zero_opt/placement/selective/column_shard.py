@@ -184,7 +184,7 @@ class ColumnShard(FollowedParams):
 
     def read_params(self) -> None:
         """Let masters follow the parameters that the user has written to."""
-        for position in filter(self.edited, range(len(self.slices))):
+        for position in filter(self.to_read, range(len(self.slices))):
             column_slice = self.slices[position]
             self.flats[position].load()
             run = self.param_run(position)
