@@ -13,6 +13,7 @@ import zero_opt
 from test.support.scenario import values
 from test.support.worker_training import LATER, NOW
 from zero_opt.placement.worker.results import ParamWriter
+from zero_opt.sharding.late_params import Unwatched
 
 SPECULATING = zero_opt.WorkerOffload(speculate=True)
 OFFLOADS = [NOW, LATER, SPECULATING]
@@ -59,7 +60,10 @@ class Layers(nn.Module):
         """Gradients that no forward makes."""
         params = list(self.parameters())
         grads = [values(step, 1, 0, number, (10, 20)).to(params[0].dtype) for number in range(3)]
-        torch.autograd.backward(params, grads)
+        with Unwatched():  # which would wait for the parameters
+            torch.autograd.backward(params, grads)
 
     def copies(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.parameters()]
+        """What is in memory, whether or not it is late."""
+        with Unwatched():
+            return [param.detach().clone() for param in self.parameters()]
