@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -63,13 +62,8 @@ class ReadThrough(MutableMapping[str, Any]):
         """Return the values as they are now, as ``dict.copy`` does."""
         return dict(self)
 
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return deepcopy(dict(self), memo)
-
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
+        return dict, (dict(self),)  # so do copy.copy() and copy.deepcopy() make it
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         return {**self, **other}
