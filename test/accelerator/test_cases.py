@@ -11,6 +11,7 @@ import pytest
 from test.accelerator import unavailable
 from test.accelerator.runner import Plan, wrong_lines
 from test.support.device_cases.cases import GROUPS
+from test.support.sampling import LONG as EVERY_CASE
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -41,7 +42,7 @@ def chunks() -> Iterator[Chunk]:
                 case.name
                 for number, case in enumerate(cases)
                 if world_size in case.world_sizes
-                and (LONG or world_size == case.world_sizes[number % len(case.world_sizes)])
+                and (EVERY_CASE or world_size == case.world_sizes[number % len(case.world_sizes)])
             ]
             for start in range(0, len(names), CHUNK):
                 yield Chunk(world_size, tuple(names[start : start + CHUNK]))
