@@ -77,7 +77,7 @@ class BackgroundGather(ParamGather):
         self._needs: dict[int, set[int]] = {}
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._late = LateParams(self._used)
+        self._late = LateParams(self._wait_for_late)
         self._hook_modules()
         _gathers.add(self)
 
@@ -198,10 +198,9 @@ class BackgroundGather(ParamGather):
         for index in self._arriving:
             self._late.mark(flat.param for flat in self._partition.buckets[index].params)
 
-    def _used(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _wait_for_late(self) -> None:
         with outside_inference_mode():
             self.flush()
-        return func(*args, **kwargs)
 
     def _arrive(self, index: int) -> None:
         if not self._late:

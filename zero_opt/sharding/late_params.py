@@ -46,20 +46,17 @@ def _harmless() -> Iterator[Any]:
 _HARMLESS = frozenset(_harmless())
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
-Use = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-
 
 class LateParams:
     """The parameters that are late for one reason.
 
     Args:
-        used: a method that is called with a function of torch, its positional and its keyword arguments, instead of
-            that function, when that is to have values of a late parameter, or to change them. It is called on the
-            user's thread, and returns what the function returns, or raises.
+        wait: a method that is called on the user's thread before a function of torch has values of a late parameter, or
+            changes them. It returns when none is late any more, or raises.
     """
 
-    def __init__(self, used: Use) -> None:
-        self._used: Any = weakref.WeakMethod(used)
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Any = weakref.WeakMethod(wait)
         self._classes: dict[type, type] = {}
         self._marked: dict[int, tuple[Tensor, type]] = {}  # by id: a parameter and the class that it had
         weakref.finalize(self, _restore_all, self._marked).atexit = False
@@ -89,13 +86,13 @@ class LateParams:
                 if id(param) in marked:
                     _make_plain(*marked.pop(id(param)))
 
-    def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``used``; what has outlived that is late no more."""
-        used = self._used()
-        if used is None:
+    def settle(self) -> None:
+        """Return when none is late any more; none is whose owner has gone."""
+        wait = self._wait()
+        if wait is None:
             self.clear()
-            return func(*args, **kwargs)
-        return used(func, args, kwargs)
+        else:
+            wait()
 
 
 class _Late:
@@ -121,21 +118,18 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         if func in _HARMLESS or (func is Tensor.type and len(args) == 1) or torch.compiler.is_compiling():
             with Unwatched():
                 return func(*args, **(kwargs or {}))
-        of = late()
-        if of is None:
-            _restore_these(args)
-            return func(*args, **(kwargs or {}))
-        result = of.use(func, args, kwargs or {})
+        _await(late, args)
+        result = func(*args, **(kwargs or {}))
         if func is Tensor.detach and sys._getframe(1).f_code is _PARAMETER_NEW.__code__:
             result.__class__ = type(args[0])  # which nn.Parameter(param) insists on
         return result
 
     def __deepcopy__(self: Any, memo: Any) -> Any:  # noqa: N807
-        _tell(self, late, Tensor.__deepcopy__)
+        _await(late, [self])  # torch would take the late class for the parameter's own
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        _tell(self, late, Tensor.__reduce_ex__)
+        _await(late, [self])
         return self.__reduce_ex__(protocol)
 
     methods = {
@@ -151,17 +145,13 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
     return type(kind)(kind.__name__, bases, methods)
 
 
-def _tell(param: Any, late: weakref.ReferenceType[LateParams], func: Any) -> None:
-    """Announce a use in which torch would take the late class for the parameter's own."""
+def _await(late: weakref.ReferenceType[LateParams], args: Iterable[Any]) -> None:
+    """Wait for late parameters, some of which are among the arguments of a function of torch."""
     of = late()
-    if of is not None:
-        of.use(_nothing, (param, func), {})
-    elif is_late(param):
-        _restore_these([param])
-
-
-def _nothing(*_: Any) -> None:
-    """Return None."""
+    if of is None:
+        _restore_these(args)
+    else:
+        of.settle()
 
 
 def _make_plain(param: Tensor, kind: type) -> None:
@@ -175,19 +165,19 @@ def _restore_all(marked: dict[int, tuple[Tensor, type]]) -> None:
 
 
 def _restore_these(args: Iterable[Any]) -> None:
-    for param in late_among(args):
+    for param in _late_among(args):
         plain: Any = next(kind for kind in type(param).__mro__ if not issubclass(kind, _Late))
         param.__class__ = plain
 
 
-def late_among(args: Iterable[Any]) -> list[Tensor]:
+def _late_among(args: Iterable[Any]) -> list[Tensor]:
     """Return the late parameters among arguments of a function of torch."""
     found: list[Tensor] = []
     for arg in args:
         if isinstance(arg, _Late):
             found.append(arg)  # type: ignore[arg-type]
         elif isinstance(arg, (tuple, list)):
-            found += late_among(arg)
+            found += _late_among(arg)
         elif isinstance(arg, dict):
-            found += late_among(arg.values())
+            found += _late_among(arg.values())
     return found
