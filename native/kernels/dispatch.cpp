@@ -13,6 +13,16 @@ extern const Kernels kKernelsV3;
 extern const Kernels kKernelsV4;
 #endif
 
+namespace {
+
+// Asked once: under a hypervisor each CPUID leaves the guest for tens of microseconds, as long as a small draft takes.
+int processor_level() {
+  static const int level = x86_64_level();
+  return level;
+}
+
+}  // namespace
+
 std::vector<const Kernels*> compiled_kernels() {
 #if defined(ZERO_OPT_X86_ISAS)
   return {&kKernelsBaseline, &kKernelsV3, &kKernelsV4};
@@ -24,14 +34,14 @@ std::vector<const Kernels*> compiled_kernels() {
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> tables = compiled_kernels();
 #if defined(ZERO_OPT_X86_ISAS)
-  const int level = x86_64_level();
+  const int level = processor_level();
   tables.resize(level >= 4 ? 3 : level >= 3 ? 2 : 1);
 #endif
   return tables;
 }
 
 const char* processor_isa() {
-  const int level = x86_64_level();
+  const int level = processor_level();
   return level >= 4 ? "v4" : level >= 3 ? "v3" : "baseline";
 }
 
