@@ -259,14 +259,10 @@ class LocalView:
             twin.follow()
 
     def follow_dropped(self) -> None:
-        """Take over that the user has dropped gradients. Waits for no rank."""
-        for twin in self._twins.values():
-            twin.follow_dropped()
+        """Take over that the user has dropped gradients, if any are kept between steps. Waits for no rank."""
 
     def show_consumed(self) -> None:
-        """Let the user's gradients be consumed where the plain ones are."""
-        for twin in self._twins.values():
-            twin.show_consumed()
+        """Let the user's gradients be consumed where the plain ones are, if any can be."""
 
     def note_writes(self) -> None:
         """Let autograd know of writes to the plain parameters, and drop their gradients, but for consumed ones."""
@@ -300,6 +296,14 @@ class StreamedView(LocalView):
 
     def _arrived(self, number: int) -> None:
         self._hooked[number].hand_over()
+
+    def follow_dropped(self) -> None:
+        for twin in self._hooked:
+            twin.follow_dropped()
+
+    def show_consumed(self) -> None:
+        for twin in self._hooked:
+            twin.show_consumed()
 
     def close(self) -> None:
         self._hooks.close()
