@@ -57,7 +57,8 @@ class BankedShard(ArenaShard):
     @property
     def spare_nbytes(self) -> int:
         doubled = {role: dtype for role, (_, dtype) in self._sections.items() if role.endswith(SECOND_BANK)}
-        return super().spare_nbytes + sum(self.numel_of(role) * dtype.itemsize for role, dtype in doubled.items())
+        sizes = (self._held_numel(role, "buffers") * dtype.itemsize for role, dtype in doubled.items())
+        return super().spare_nbytes + sum(sizes)
 
     def bind(self, arena: Arena) -> None:
         self._other.clear()
