@@ -21,6 +21,7 @@ from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays
 HALVES = (torch.bfloat16, torch.float16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
+SQUARES = (MOMENTS[1], MAXIMUM)
 # What of a stored state a step writes, beside the count of steps and the master. Other entries are the user's own.
 ROLES = (*MOMENTS, MAXIMUM, "remainder", *BASES)
 
@@ -134,6 +135,23 @@ def check_plain(name: str, plain: Mapping[str, Any], param: Tensor) -> None:
     for key in (*MOMENTS, MAXIMUM, "master"):
         if key in plain:
             _check_array(f"{key} saved for {name}", plain[key], param)
+            if key in SQUARES:
+                require_squares(f"{key} saved for {name}", plain[key])
+
+
+def require_squares(what: str, value: Tensor) -> None:
+    """Raise StateDictError, naming ``what``, if means of squares have a value below 0. NaN is none.
+
+    8-bit moments have no sign for them, and would drop it; a step of other forms makes NaN of them.
+    """
+    if value.is_meta or not value.numel():
+        return
+    values = value.detach() if value.itemsize > 1 else value.detach().float()  # torch compares no fp8
+    least = values.min()  # NaN if there is one
+    if bool(least < 0) or (bool(least.isnan()) and bool((values < 0).any())):
+        raise StateDictError(
+            f"{what} has values below 0, which no mean of squares has; clamp it at 0, or load another state"
+        )
 
 
 def _check_array(what: str, value: Any, param: Tensor) -> None:

@@ -12,7 +12,7 @@ from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError, UnsupportedOptimizer
 from ..kernels import CPUAdam, CPUAdamW
-from ..kernels.adam_state import HALVES
+from ..kernels.adam_state import HALVES, SQUARES, require_squares
 from ..placement.adam_rules import ADAM_CLASSES, NATIVE_CLASSES
 from ..placement.compact_state import is_compact
 from ..policies import check_flag
@@ -26,6 +26,7 @@ from ..system.log import log
 from .arguments import check_options
 from .compact_rows import compact_places, compact_values
 from .config import Config
+from .dtensors.local_parts import local_of
 from .dtensors.mesh_params import state_like
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
@@ -156,19 +157,29 @@ def fitted_state(
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
         if not whole:
             config.placement.check_hypers(groups)
-            fitting = _taken(config.placement.loadable(fitting), param_groups, config, refused)
+        loadable = fitting if whole else config.placement.loadable(fitting)
+        fitting = _taken(loadable, param_groups, config, refused, whole=whole)
         return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too
     except UnsupportedOptimizer as error:
         raise StateDictError(f"in the state dict, {error}") from error
 
 
 def _taken(
-    states: Mapping[int, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]], config: Config, refused: Refused
+    states: Mapping[int, Mapping[str, Any]],
+    param_groups: Sequence[Mapping[str, Any]],
+    config: Config,
+    refused: Refused,
+    *,
+    whole: bool,
 ) -> dict[int, Mapping[str, Any]]:
-    """Return the states that the placement takes."""
+    """Return the states that the placement takes, or the wrapped class itself."""
     params, taken = [param for group in param_groups for param in group["params"]], {}
     for index, state in states.items():
         with refused.each():
-            config.placement.check_state(index, params[index], state)
+            for key in SQUARES if config.optimizer_class in NATIVE_CLASSES else ():
+                if isinstance(state.get(key), Tensor):
+                    require_squares(f"state {key!r} of parameter {index}", local_of(state[key]))
+            if not whole:
+                config.placement.check_state(index, params[index], state)
             taken[index] = state
     return taken

@@ -13,7 +13,7 @@ from ..errors import StepPending, UnsupportedOptimizer
 from ..sharding.buckets import GradBucket
 from .adam_rules import check_fused, require_fitting, say_without_masters
 from .adam_shard import StateShard
-from .compact_state import require_own_master
+from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, StretchPlacement
 from .masters import changed_while_pending
 from .read_through import ReadThrough
@@ -114,6 +114,7 @@ class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
         shard.read_params([position])  # a master that is not in the new state is not of a parameter of before
         saved = {} if state is None else dict(state)
         require_fitting(shard.flats[position], shard.part(position).shape, saved, amsgrad=shard.has_maximum())
+        require_squares_of(shard.flats[position].label, saved, shard.form)
         in_place = isinstance(state, ReadThrough) and state is shard.state(position)
         if not in_place:
             shard.forget_views(position)

@@ -9,7 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import StateDictError
-from ..kernels.adam_state import HALVES, code_key, packed_moments, plain_keys, plain_value, remainder_of
+from ..kernels.adam_state import (
+    HALVES,
+    SQUARES,
+    code_key,
+    packed_moments,
+    plain_keys,
+    plain_value,
+    remainder_of,
+    require_squares,
+)
 from ..kernels.runs import BASES
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
@@ -50,6 +59,17 @@ def require_own_master(label: str, state: Mapping[str, Any], form: AdamState) ->
             f"the split master of {label} was written to, and has been left as it was: it is the parameter and what "
             "rounding has cut off from it. Write to the parameter"
         )
+
+
+def require_squares_of(label: str, state: Mapping[str, Any], form: AdamState) -> None:
+    """Raise StateDictError for values that users have given a compact state, and that its form may not hold.
+
+    Args:
+        label: names the parameter. state: with tensors of its shape.
+    """
+    for key in SQUARES if is_compact(form) else ():
+        if key in state:
+            require_squares(f"opt.state of {label}: {key!r}", state[key])
 
 
 class PlainForm(MadeState):

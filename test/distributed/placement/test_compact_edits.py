@@ -176,3 +176,39 @@ def test_a_step_count_that_is_none_is_refused(count: float) -> None:
     with pytest.raises(zero_opt.StateDictError, match="step count of parameter 0"):
         optimizer.step()
     optimizer.close()
+
+
+def _below_0(rank: int, world_size: int, folder: str, kind: str) -> None:
+    """Load squares below 0 on rank 0 alone, as a state dict and cut by rows, and write them to the state."""
+    offload = None if kind == "device" else PLACEMENTS[kind](folder)
+    for form in (FORMS["block8"], FORMS["block8, split"], Form(torch.float32, zero_opt.AdamState())):
+        params = [nn.Parameter(values(3, 0, 0, at, (NUMEL,)).to(form.dtype, copy=True)) for at in range(2)]
+        optimizer = zero_opt.ShardedOptimizer(params, zero_opt.CPUAdamW, lr=0.1, state=form.state, offload=offload)
+        torch.autograd.backward(params, [values(0, 1, 0, at, (NUMEL,)).to(form.dtype) for at in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        saved, cut = optimizer.state_dict(), zero_opt.sharded_state_dict(optimizer)
+        saved["state"][1]["exp_avg_sq"][7] *= -1 if rank == 0 else 1
+        rows = cut["state"][1]["exp_avg_sq"]
+        (rows.to_local() if world_size > 1 else rows)[7] *= -1 if rank == 0 else 1
+        for load in (
+            lambda: optimizer.load_state_dict(saved),
+            lambda: zero_opt.load_sharded_state_dict(optimizer, cut),
+        ):
+            with pytest.raises(StateDictError, match=r"state 'exp_avg_sq' of parameter 1 has values below 0"):
+                load()
+        if form.state.moments == "block8" and (world_size > 1 or kind != "device"):
+            for param in params:
+                if param in optimizer.state:
+                    optimizer.state[param]["exp_avg_sq"].mul_(-1)
+            torch.autograd.backward(params, [values(1, 1, 0, at, (NUMEL,)).to(form.dtype) for at in range(2)])
+            with pytest.raises(StateDictError, match="'exp_avg_sq' has values below 0"):
+                optimizer.step()
+        optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["device", "cpu", "worker", "nvme"])
+def test_means_of_squares_below_0_are_refused(kind: str, world_size: int, tmp_path: Path) -> None:
+    run_processes(world_size, _below_0, str(tmp_path), kind)

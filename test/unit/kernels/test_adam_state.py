@@ -363,3 +363,24 @@ def test_how_many_gradients_were_not_finite() -> None:
         p.grad[1:3] = torch.tensor([torch.inf, torch.nan])
     optimizer.step()
     assert optimizer.nonfinite_grads == 4
+
+
+@pytest.mark.parametrize("value", [-1e-9, -torch.inf])
+@pytest.mark.parametrize("key", ["exp_avg_sq", "max_exp_avg_sq"])
+@pytest.mark.parametrize("form", [AdamState(), *FORMS[::2]], ids=str)
+def test_means_of_squares_below_0_are_refused(form: AdamState, key: str, value: float) -> None:
+    """8-bit moments would lose their sign."""
+    ours = params(torch.float32 if form.master is None else torch.bfloat16)
+    optimizer = CPUAdamW(ours, state=form, amsgrad=True)
+    gradients(ours, 0)
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    saved["state"][4][key][17, 3] = value
+    for beside in (1.0, torch.nan):  # which torch takes for the least
+        saved["state"][4][key][2, 1] = beside
+        with pytest.raises(StateDictError, match=f"{key} saved for CPUAdamW param 4 of group 0 has values below 0"):
+            optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(value, after[at][name]) for at in after for name, value in before["state"][at].items())
+    saved["state"][4][key][17, 3] = -0.0
+    optimizer.load_state_dict(saved)

@@ -16,7 +16,7 @@ from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.same_objects import SameObjects
 from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
-from ..compact_state import require_own_master
+from ..compact_state import require_own_master, require_squares_of
 from ..interface import ParamState, StretchPlacement
 from ..read_through import ReadThrough
 from .native_steps import NativeSteps
@@ -279,6 +279,7 @@ class DevicePlacement(StretchPlacement[Unit]):
             stepped, values = unit.stepped[position], dict(state)
             known = {key: values[key] for key in STEPPED_KEYS if key in values}
             require_fitting(unit.flats[position], stepped.shape, known, amsgrad=bool(group["amsgrad"]))
+            require_squares_of(unit.flats[position].label, known, unit.form)
             unit.take_master(position, values)
             self._optimizer.state[stepped] = unit.compact_state(position, values)
         if state is shown:
