@@ -236,9 +236,10 @@ class WorkerOffload:
 
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
-            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind. A step whose
-            learning rates are all 0 is brought in at once. A load drops a step that is pending, and the log says so,
-            unless parameters show predictions; ``flush()`` before the load keeps its update.
+            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind, as with the
+            delayed update of ZeRO-Offload (Ren et al. 2021). A step whose learning rates are all 0 is brought in at
+            once. A load drops a step that is pending, and the log says so, unless parameters show predictions;
+            ``flush()`` before the load keeps its update.
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
@@ -256,8 +257,9 @@ class WorkerOffload:
             gradient will be applied to. Masters, state and every checkpoint have the true values, and so have
             parameters after ``flush()``. Of fp32 parameters, and of split masters, the arena holds one array more, in
             the parameters' dtype. 1 is the value to use, 1.25 in runs of a few hundred steps; 0: parameters are those
-            of the last update. SpecTrain (Chen et al. 2018) predicts by momentum, XPipe (Guan et al. 2019) by Adam's
-            update; NAdam (Dozat 2016) takes the gradient once more.
+            of the last update. PipeDream (Harlap et al. 2018) keeps old parameters for late gradients; SpecTrain (Chen
+            et al. 2018) predicts by momentum, XPipe (Guan et al. 2019) by Adam's update; NAdam (Dozat 2016) takes the
+            gradient once more.
     """
 
     delay: int = 0
