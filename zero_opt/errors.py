@@ -85,7 +85,10 @@ class StepFailed(ZeroOptError, RuntimeError):
 
 
 class StepPending(ZeroOptError, RuntimeError):
-    """Something needs the result of a step that is still in the worker; the message says to call ``flush()``."""
+    """Something needs the result of a step that is still in the worker; the message says to call ``flush()``.
+
+    With ``delay=1`` a read of a parameter outside of training is such a thing; see :class:`WorkerOffload`.
+    """
 
 
 class WorkerFailed(ZeroOptError, RuntimeError):

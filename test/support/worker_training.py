@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise
+from test.support.late_params import as_they_are
 from test.support.scenario import BUCKET_MB, values
 from zero_opt.placement.worker import process
 
@@ -54,6 +55,7 @@ def used_in(step: int) -> list[int]:
     return [index for index in range(len(SHAPES)) if step % 3 or index != step % len(SHAPES)]
 
 
+@as_they_are
 def gradient(step: int, rank: int, index: int, param: Tensor) -> Tensor:
     """It depends on where the parameter is, so that a result that lands at another time shows."""
     return (values(step, 1, rank, index, SHAPES[index]) + 0.5 * param.detach().float()).to(param.dtype)
@@ -73,6 +75,7 @@ def mean_grads(params: list[nn.Parameter], step: int, world_size: int) -> list[T
     return means
 
 
+@as_they_are
 def train_ranks(
     rank: int,
     world_size: int,

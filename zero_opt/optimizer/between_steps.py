@@ -30,6 +30,7 @@ from ..reduction.consumed_grad import ConsumedGrad
 from ..sharding.flat_param import is_dtensor, own_writes
 from ..sharding.gather import broadcast_shards
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
+from ..sharding.pending_params import PendingParams
 from ..state.guard import marks
 from ..state.stand_ins import StateOwner
 from ..state.state_dict import StateDict, StatesByIndex, pack_groups
@@ -98,7 +99,8 @@ class BetweenSteps(Engine):
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
-        self._one_call.watch = self.gather.watch_late
+        self._lagging = PendingParams(self._refuse_reads)
+        self._one_call.watch = self._watch_late
         self._finalizer = weakref.finalize(user, _end_dropped, groups, parts.placement)
         self._finalizer.atexit = False
 
@@ -216,6 +218,29 @@ class BetweenSteps(Engine):
             self._planner.planned.require_replaced()
         self.agreement.require_same_contents([("parameters are DTensors", dtensors)])
         self.close()
+
+    # -- late parameters ----------------------------------------------------------------------------------------------
+
+    def _watch_late(self) -> None:
+        """Watch the parameters that are late. A use of one waits for its gather, or gets :meth:`_refuse_reads`."""
+        # DTensors are not watched: the partition has plain parameters over their memory, which users do not see.
+        lags = self._mesh is None and self.placement.lags and not self._closed
+        flats = self.partition.flats
+        if len(self._lagging) != (len(flats) if lags else 0):
+            self.gather.unwatch()  # what waits for a gather is to do so first
+            if lags:
+                self._lagging.mark(flat.param for flat in flats.values())
+            else:
+                self._lagging.clear()
+        self.gather.watch_late()
+
+    def _refuse_reads(self) -> None:
+        raise StepPending(
+            "a parameter was read while a step for it is pending (delay=1), so it lacks an update"
+            f"{', and is a prediction' if self.placement.predicts else ''}; call opt.flush() on every rank before "
+            "state_dict(), copies, averages and evaluation. Until then parameters are for training alone: for forwards "
+            "with gradients enabled, in which p.detach() may be read, but nothing within torch.no_grad()"
+        )
 
     # -- a pending step -----------------------------------------------------------------------------------------------
 
@@ -427,6 +452,7 @@ class BetweenSteps(Engine):
         self._finalizer.detach()
         self.parts.full.close()
         self._closed = True
+        self._lagging.clear()
         with ExitStack() as last_first:
             last_first.callback(self._groups.close)
             last_first.callback(close_all, self.parts.exchanges)

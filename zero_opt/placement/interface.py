@@ -106,6 +106,11 @@ class Placement(ABC):
         """Whether parameters show predictions, until :meth:`bring_in`. The same on every rank."""
         return False
 
+    @property
+    def lags(self) -> bool:
+        """Whether parameters lack a step because the policy has it so, or show predictions."""
+        return self.predicts
+
     def await_result(self, bucket: int) -> None:
         """Return when the result of a bucket is in the parameters; on any thread, which may have to copy it."""
 

@@ -198,6 +198,9 @@ class BackgroundGather(ParamGather):
         for index in self._arriving:
             self._late.mark(flat.param for flat in self._partition.buckets[index].params)
 
+    def unwatch(self) -> None:
+        self._late.clear()
+
     def _wait_for_late(self) -> None:
         with outside_inference_mode():
             self.flush()

@@ -45,6 +45,9 @@ class ParamGather:
     def watch_late(self) -> None:
         """Wait, from here on, where the user uses a parameter that is not up to date."""
 
+    def unwatch(self) -> None:
+        """Undo :meth:`watch_late`."""
+
     def failed(self) -> Sequence[int]:
         """Return the ranks on which the last step failed, if :meth:`end` could not return them. Waits for them."""
         return ()

@@ -94,6 +94,15 @@ class LateParams:
         else:
             wait()
 
+    def compiles(self) -> bool:
+        """Return whether torch.compile traces what late parameters need not be waited for."""
+        return torch.compiler.is_compiling()
+
+    def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch that has values of a late parameter, or changes them, and return its result."""
+        self.settle()
+        return func(*args, **kwargs)
+
 
 class _Late:
     """The base of classes of late parameters."""
@@ -115,21 +124,24 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
     def __torch_function__(  # noqa: N807
         _: type, func: Any, __: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _HARMLESS or (func is Tensor.type and len(args) == 1) or torch.compiler.is_compiling():
+        of = late()
+        if func in _HARMLESS or (func is Tensor.type and len(args) == 1) or (of is not None and of.compiles()):
             with Unwatched():
                 return func(*args, **(kwargs or {}))
-        _await(late, args)
-        result = func(*args, **(kwargs or {}))
+        if of is None:
+            _restore_these([*args, *(kwargs or {}).values()])
+            return func(*args, **(kwargs or {}))
+        result = of.use(func, args, kwargs or {})
         if func is Tensor.detach and sys._getframe(1).f_code is _PARAMETER_NEW.__code__:
             result.__class__ = type(args[0])  # which nn.Parameter(param) insists on
         return result
 
     def __deepcopy__(self: Any, memo: Any) -> Any:  # noqa: N807
-        _await(late, [self])  # torch would take the late class for the parameter's own
+        _await(late, self)  # torch would take the late class for the parameter's own
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
-        _await(late, [self])
+        _await(late, self)
         return self.__reduce_ex__(protocol)
 
     methods = {
@@ -145,11 +157,11 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
     return type(kind)(kind.__name__, bases, methods)
 
 
-def _await(late: weakref.ReferenceType[LateParams], args: Iterable[Any]) -> None:
-    """Wait for late parameters, some of which are among the arguments of a function of torch."""
+def _await(late: weakref.ReferenceType[LateParams], param: Any) -> None:
+    """Wait for late parameters, one of which is this."""
     of = late()
     if of is None:
-        _restore_these(args)
+        _restore_these([param])
     else:
         of.settle()
 
@@ -165,19 +177,19 @@ def _restore_all(marked: dict[int, tuple[Tensor, type]]) -> None:
 
 
 def _restore_these(args: Iterable[Any]) -> None:
-    for param in _late_among(args):
+    for param in late_among(args):
         plain: Any = next(kind for kind in type(param).__mro__ if not issubclass(kind, _Late))
         param.__class__ = plain
 
 
-def _late_among(args: Iterable[Any]) -> list[Tensor]:
+def late_among(args: Iterable[Any]) -> list[Tensor]:
     """Return the late parameters among arguments of a function of torch."""
     found: list[Tensor] = []
     for arg in args:
         if isinstance(arg, _Late):
             found.append(arg)  # type: ignore[arg-type]
         elif isinstance(arg, (tuple, list)):
-            found += _late_among(arg)
+            found += late_among(arg)
         elif isinstance(arg, dict):
-            found += _late_among(arg.values())
+            found += late_among(arg.values())
     return found

@@ -300,6 +300,10 @@ class SelectivePlacement(Placement):
     def pending(self) -> bool:
         return self._inner.pending
 
+    @property
+    def lags(self) -> bool:
+        return self._inner.lags
+
     def wait(self) -> None:
         self._inner.wait()
 

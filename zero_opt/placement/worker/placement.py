@@ -171,6 +171,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         return sum(shard.spare_nbytes for shard in self._shards.values())
 
     @property
+    def lags(self) -> bool:
+        return self.predicts or (self._policy.delay > 0 and self._pending is not None)
+
+    @property
     def _late(self) -> bool:
         """Whether the next step is left pending."""
         return self._policy.delay > 0 and self._begun >= self._policy.warmup_steps

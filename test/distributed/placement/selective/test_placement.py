@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
+from test.support.late_params import as_they_are
 from test.support.scenario import values
 from test.support.selective_reference import Reference
 from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
@@ -85,6 +86,7 @@ def set_lr(groups: list[dict[str, Any]], step: int) -> None:
         group["lr"] = 0.01 * (number + 1) / (1 + step % 4)
 
 
+@as_they_are
 def train(
     rank: int,
     world_size: int,
@@ -227,6 +229,7 @@ def test_resumed_at_another_world_size(policy: Selective) -> None:
                 assert_bitwise(found[1], through[1])
 
 
+@as_they_are
 def train_alike(rank: int, world_size: int, policy: Selective, steps: range, saved: Any) -> Any:
     """Parameters and state at the end."""
     params, optimizer = made_alike(policy)
@@ -260,6 +263,7 @@ def step_alike(params: list[nn.Parameter], optimizer: zero_opt.ShardedOptimizer,
         optimizer.step()
 
 
+@as_they_are
 def save_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int, ...], folder: str) -> Any:
     """Train, and save by parts after so many steps."""
     params, optimizer = made_alike(policy)
@@ -273,6 +277,7 @@ def save_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int,
     optimizer.close()
 
 
+@as_they_are
 def load_parts(rank: int, world_size: int, policy: Selective, halves: tuple[int, ...], folder: str) -> Any:
     """Load them one after the other, the first into a new optimizer, and train to the end."""
     found = []

@@ -11,6 +11,7 @@ import torch
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 from test.support.worker_training import LATER, backward, make, make_params
 
 
@@ -22,6 +23,7 @@ def _plain_step() -> Any:
     return [param.detach() for param in params], optimizer.state_dict()["state"]
 
 
+@as_they_are
 def _close_pending(rank: int, world_size: int) -> Any:
     params = make_params()
     optimizer = make(params, offload=LATER)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 from test.support.scenario import values
 from test.support.worker_training import (
     DTYPES,
@@ -46,6 +47,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: r
         optimizer.step()
 
 
+@as_they_are
 def values_of(params: list[nn.Parameter]) -> list[Tensor]:
     return [param.detach().clone() for param in params]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 from test.support.worker_training import LATER, backward, make, make_params
 
 Params = list[nn.Parameter]
@@ -64,6 +65,7 @@ EDITS: dict[str, Edit] = {
 }
 
 
+@as_they_are
 def _edit_state(rank: int, world_size: int, name: str | None, by_step: bool, ranks: tuple[int, ...]) -> Seen:
     with _one_pending(rank) as (optimizer, params):
         if name is not None and rank in ranks:
@@ -99,6 +101,7 @@ def test_an_edit_of_entries_on_one_rank_is_refused_on_every_rank(rank: int) -> N
     assert_bitwise(edited, plain)
 
 
+@as_they_are
 def _edit_compact(rank: int, world_size: int, edit: Edit) -> None:
     params = make_params()
     form = zero_opt.AdamState("bfloat16")
@@ -127,6 +130,7 @@ def test_an_edit_of_compact_state_is_refused(edit: Edit) -> None:
     run_processes(2, _edit_compact, edit)
 
 
+@as_they_are
 def _edit_first(rank: int, world_size: int) -> list[float]:
     params = make_params()
     optimizer = make(params, offload=LATER)
@@ -145,6 +149,7 @@ def test_entries_that_are_added_while_the_first_step_is_pending() -> None:
     assert run_processes(2, _edit_first) == [[1.0] * 4, [1.0] * 4]
 
 
+@as_they_are
 def _drop_after_flush(rank: int, world_size: int) -> Seen:
     with _one_pending(rank) as (optimizer, params):
         optimizer.flush()
@@ -158,6 +163,7 @@ def test_state_that_is_dropped_with_no_step_pending_starts_afresh() -> None:
     assert_bitwise(first, second)
 
 
+@as_they_are
 def _count_in_place(rank: int, world_size: int) -> None:
     with _one_pending(rank) as (optimizer, params):
         optimizer.state[params[1]]["step"].zero_()
@@ -169,6 +175,7 @@ def test_a_step_count_that_is_written_to_in_place_is_noticed() -> None:
     run_processes(2, _count_in_place)
 
 
+@as_they_are
 def _add_group(rank: int, world_size: int, edit: Edit) -> None:
     with _one_pending(rank) as (optimizer, params):
         edit(optimizer, params)
@@ -193,6 +200,7 @@ def _edit_params(params: Params, index: int) -> None:
         params[index].zero_()
 
 
+@as_they_are
 def _edit_on_one(rank: int, world_size: int, index: int, writer: int, dtype: torch.dtype) -> list[Tensor]:
     with _one_pending(rank, dtype) as (optimizer, params):
         before = params[index].detach().clone()
@@ -223,6 +231,7 @@ def test_a_parameter_written_to_on_one_rank_is_named(index: int, writer: int, dt
     assert_bitwise(first, second)
 
 
+@as_they_are
 def _step_after(rank: int, world_size: int, index: int) -> list[Tensor]:
     with _one_pending(rank) as (optimizer, params):
         if rank == 1:
@@ -245,6 +254,7 @@ def test_each_error_of_a_step_after_that_says_what_to_call_next(index: int) -> N
     assert_bitwise(first, second)
 
 
+@as_they_are
 def _edit_on_all(rank: int, world_size: int, by_step: bool) -> list[Tensor]:
     with _one_pending(rank) as (optimizer, params):
         _edit_params(params, 1)
@@ -268,6 +278,7 @@ def test_a_parameter_written_to_on_every_rank_keeps_the_change() -> None:
     assert_bitwise(by_step, first)
 
 
+@as_they_are
 def _same_values(rank: int, world_size: int) -> list[Tensor]:
     """Rank 0 loads values, and they reach rank 1 through ``.data``, which raises no counter."""
     with _one_pending(rank) as (optimizer, params):

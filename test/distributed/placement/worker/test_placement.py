@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
 from test.support.worker_training import (
     DTYPES,
@@ -56,6 +57,7 @@ def test_every_dtype(world_size: int, dtype: torch.dtype) -> None:
     assert_as_simulated(found, simulate(world_size, 6, 0, dtype))
 
 
+@as_they_are
 def _train_placed(rank: int, world_size: int, cls: Any, offload: Any) -> Any:
     params = make_params()
     optimizer = zero_opt.ShardedOptimizer(params, cls, reduction=OVERLAPPED, offload=offload, fused=True, maximize=True)
@@ -129,6 +131,7 @@ def test_a_step_later_in_other_ways(dtype: torch.dtype, reduction: Any) -> None:
     assert_as_simulated(run_processes(2, run), simulate(2, 9, 1, dtype))
 
 
+@as_they_are
 def _clip(rank: int, world_size: int, delay: int, by_call: bool, zero: bool) -> Any:
     """Gradients do not depend on the parameters, so that only the time of landing differs."""
     params = make_params()
@@ -170,10 +173,12 @@ def _accumulate_plain(by_worker: bool) -> Any:
     return [param.detach() for param in params]
 
 
+@as_they_are
 def test_gradients_accumulate_over_steps_as_in_torch() -> None:
     assert_bitwise(_accumulate_plain(True), _accumulate_plain(False))
 
 
+@as_they_are
 def test_what_is_pending() -> None:
     params = make_params()
     optimizer = make(params, offload=LATER)
@@ -216,6 +221,7 @@ def _backward_fixed(params: list[nn.Parameter], step: int) -> None:
     torch.autograd.backward(params, [values(step, 1, 0, i, s).to(params[i].dtype) for i, s in enumerate(SHAPES)])
 
 
+@as_they_are
 def _train_edited(rank: int, world_size: int, dtype: torch.dtype, offload: Any) -> Any:
     params = make_params(dtype)
     optimizer = make(params, offload=offload, lr=0.01)
@@ -255,6 +261,7 @@ def test_edits_are_noticed(world_size: int, offload: Any, dtype: torch.dtype) ->
         assert_bitwise(found, plain)
 
 
+@as_they_are
 def _edit_unused(rank: int, world_size: int, offload: Any, reduction: Any) -> Any:
     """One with gaps is edited, and is not used in the next step; the other one in its bucket is."""
     gaps, other = params = nn.Parameter(torch.ones(4, 10)[:, ::2]), nn.Parameter(torch.ones(50))
@@ -286,6 +293,7 @@ def test_an_edited_parameter_that_a_step_does_not_use(world_size: int, offload: 
         assert_bitwise(found, plain)
 
 
+@as_they_are
 def _edit_while_pending(rank: int, world_size: int) -> None:
     params = make_params()
     optimizer = make(params, offload=LATER)
@@ -313,6 +321,7 @@ def test_an_edit_while_a_step_is_pending_is_refused() -> None:
     run_processes(2, _edit_while_pending)
 
 
+@as_they_are
 def _edit_state_while_pending(rank: int, world_size: int) -> None:
     params = make_params()
     optimizer = make(params, offload=LATER)
@@ -335,6 +344,7 @@ def _edit_state_while_pending(rank: int, world_size: int) -> None:
     optimizer.close()
 
 
+@as_they_are
 def _clip_while_pending(rank: int, world_size: int, clips: bool) -> list[Tensor]:
     """The worker is stopped, so that it reads the gradients of the step after they were clipped once more."""
     params = make_params()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 from test.support.worker_training import (
     DTYPES,
     LRS,
@@ -155,6 +156,7 @@ def test_with_other_reductions(reduction: Any) -> None:
 def test_in_compact_forms(form: AdamState) -> None:
     offload = WorkerOffload(delay=1, warmup_steps=1, prediction=1.0)
 
+    @as_they_are
     def run(rank: int, world_size: int) -> Any:
         params = make_params(torch.bfloat16)
         optimizer = zero_opt.ShardedOptimizer(
@@ -221,6 +223,7 @@ def _overflows(step: int) -> bool:
     return step % 7 == 4
 
 
+@as_they_are
 def _mixed(rank: int, world_size: int, offload: WorkerOffload) -> Any:
     params = make_params()
     optimizer = make(_groups(params), offload=offload, max_grad_norm=CLIP, checks=zero_opt.Checks(nonfinite="skip"))
@@ -269,6 +272,7 @@ def test_many_mixed_steps(world_size: int) -> None:
     assert_bitwise(found[0][1], simulation.optimizer.state_dict()["state"], "state")
 
 
+@as_they_are
 def test_large_runs_whose_results_go_past_the_caches() -> None:
     """Blocks of a run that is stepped in registers without predictions, one that is cut, and several threads."""
     numel, offload = (1 << 20) + 37, WorkerOffload(delay=1, prediction=1.0, threads=2)
@@ -293,6 +297,7 @@ def test_large_runs_whose_results_go_past_the_caches() -> None:
     optimizer.close()
 
 
+@as_they_are
 def test_a_flush_in_the_middle_and_a_checkpoint_go_on_as_if_nothing_were() -> None:
     """State saved after a flush, and loaded into a fresh optimizer, which has no steps to make without delay."""
     offload = WorkerOffload(delay=1, warmup_steps=2, prediction=1.0)
@@ -324,6 +329,7 @@ def test_a_flush_in_the_middle_and_a_checkpoint_go_on_as_if_nothing_were() -> No
     assert_bitwise(found, expected)
 
 
+@as_they_are
 def _load_in_the_middle(rank: int, world_size: int) -> Any:
     params = make_params()
     optimizer = make(params, offload=WorkerOffload(delay=1, prediction=1.0), lr=LRS[0])
@@ -347,6 +353,7 @@ def test_a_load_leaves_no_parameter_predicted() -> None:
         assert_bitwise(found, expected)
 
 
+@as_they_are
 def test_a_write_to_a_parameter_that_shows_a_prediction_is_refused() -> None:
     params = make_params()
     optimizer = make(params, offload=WorkerOffload(delay=1, prediction=1.0))

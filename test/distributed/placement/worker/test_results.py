@@ -63,7 +63,7 @@ def _train(rank: int, world_size: int, late: bool, offload: Any, dtype: torch.dt
     for step in range(6):
         tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step * 7 + rank))
         if step % 2:
-            with torch.no_grad():
+            with torch.no_grad(), Unwatched():  # an evaluation that delay=1 refuses
                 found.append(model.eval()(tokens).clone())
             model.train()
         out = model(tokens)
