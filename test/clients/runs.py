@@ -72,9 +72,9 @@ def delayed(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 def outcome(model: torch.nn.Module, opt: torch.optim.Optimizer) -> Outcome:
     """What ``model`` and ``opt``, bare of what a client wraps them in, hold. All ranks must call it."""
-    params = {name: param.detach().clone() for name, param in model.named_parameters()}
     if isinstance(opt, zero_opt.ShardedOptimizer):
         opt.consolidate_state_dict(to=0)
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
     state_dict = opt.state_dict() if dist.get_rank() == 0 else None
     if isinstance(opt, zero_opt.ShardedOptimizer):
         opt.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._contextlib as decorators
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states
 
 from ..system.frames import calling_frames, inside_function
 from .late_params import LateParams, Unwatched, late_among
@@ -17,6 +18,8 @@ _OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift"
 _WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _CALL_MODULE = nn.Module._call_impl.__code__
+_SEND_STATES: Any = _sync_module_states
+_MOVES = (nn.Module._apply.__code__, _SEND_STATES.__code__)
 _DECORATORS_FILE = decorators.__file__
 
 
@@ -24,9 +27,10 @@ class PendingParams(LateParams):
     """The parameters that lack a pending step, or show predictions of it.
 
     Let through are what autograd records, autograd's own Functions, all of backward, what a module in training does
-    with gradients enabled, and writes that read none of these parameters, which the next step notices. For the rest
-    ``wait`` is called, which raises. A forward in evaluation with gradients enabled is as one in training: to tell them
-    apart takes a walk of the stack for every operation.
+    with gradients enabled, what moves parameters and leaves them as late (``module.to()``, DDP), and writes that read
+    none of these parameters, which the next step notices. For the rest ``wait`` is called, which raises. A forward in
+    evaluation with gradients enabled is as one in training: to tell them apart takes a walk of the stack for every
+    operation.
     """
 
     def compiles(self) -> bool:
@@ -36,9 +40,11 @@ class PendingParams(LateParams):
         with Unwatched():
             if torch.is_grad_enabled():
                 result = func(*args, **kwargs)
-                if _recorded(result) or func in _BACKWARDS or _in_training() or _writes_alone(func, args, kwargs):
+                if _recorded(result) or func in _BACKWARDS or _in_training(calling_frames()):
                     return result
-            elif _in_autograd() or inside_function() or _decorated() or _writes_alone(func, args, kwargs):
+                if _in_autograd() or _writes_alone(func, args, kwargs) or _moves():
+                    return result
+            elif _in_autograd() or _writes_alone(func, args, kwargs) or inside_function() or _moves() or _decorated():
                 return func(*args, **kwargs)
         return super().use(func, args, kwargs)
 
@@ -51,13 +57,18 @@ def _recorded(result: Any) -> bool:
 
 
 def _in_autograd() -> bool:
+    """Return whether this thread is in backward."""
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_training(frames: Iterable[FrameType] | None = None) -> bool:
-    """Return whether this thread is in backward, or in the call of a module in training."""
-    calls = (frame for frame in frames or calling_frames() if frame.f_code is _CALL_MODULE)
-    return _in_autograd() or any(frame.f_locals["self"].training for frame in calls)
+def _in_training(frames: Iterable[FrameType]) -> bool:
+    """Return whether a module in training is called in any of these frames."""
+    return any(frame.f_code is _CALL_MODULE and frame.f_locals["self"].training for frame in frames)
+
+
+def _moves() -> bool:
+    """Return whether a module moves its parameters, or DDP sends them to all ranks."""
+    return any(frame.f_code in _MOVES for frame in calling_frames())
 
 
 def _decorated() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
+from test.support.late_params import as_they_are
 from test.support.scenario import BUCKET_MB, values
 
 SHAPES = ((130, 7), (65,), (300,))
@@ -30,6 +31,7 @@ def _grads(number: int, rank: int, bad: bool) -> list[Tensor]:
     return grads
 
 
+@as_they_are
 def _train(rank: int, world_size: int, reduction: Any, options: dict[str, Any]) -> tuple[Any, list[int], int]:
     """Parameters and state, at which steps those were touched, and what has been counted."""
     params = _params()

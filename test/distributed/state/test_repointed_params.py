@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
 
 SHAPES = ((5, 9), (3, 9), (40,), (8, 6))
 ALIASED, MIRRORED = 1, 3  # the parameters that are re-pointed
@@ -96,6 +97,7 @@ def _refused(call: Callable[[], Any]) -> None:
         call()
 
 
+@as_they_are
 def _save_and_load(rank: int, world_size: int, name: str, folder: Path) -> None:
     params, optimizer = PLACES[name](folder)
     for number in range(2):
@@ -152,6 +154,7 @@ def test_places_to_load_into_have_the_planned_shape(tmp_path: Path) -> None:
     run_processes(2, _first_step, tmp_path)
 
 
+@as_they_are
 def _pending(rank: int, world_size: int, folder: Path) -> None:
     """A pending step is in the state that is saved, and in the data that the parameter had."""
     found = []
