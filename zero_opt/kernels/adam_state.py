@@ -217,6 +217,8 @@ def code_key(key: str, value: Any) -> str:
 CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
 # What is saved of compact state as it is stored, under keys that torch's form has not.
 STORED_KEYS = (*CODES, *BASES, "remainder")
+# The highest bases, those of blocks that are NaN: base_for() of native/kernels/compact.inl. Others make codes overflow.
+HIGHEST_BASES = dict(zip(BASES, (0x7FC - 127, 0x7FC - 255), strict=True))
 
 
 def follow_param(master: Tensor, param: Tensor) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigTypeError, StateDictError
+from ..kernels.adam_state import STORED_KEYS
+from ..placement.adam_rules import COLUMN_KEYS, STEPPED_KEYS
 from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, is_stored, order_of, plain_entry
@@ -119,10 +121,22 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateD
     real = _real_state(state_dict)
     params, orders = _params_as_planned(optimizer), _orders(state_dict.get(_ORDERS, "{}"))
     for index, entry in real.items():
-        if is_stored(entry) and 0 <= index < len(params):
+        if is_stored(entry):
+            if not 0 <= index < len(params):
+                raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
+            _require_saved(index, entry_of(state_dict["state"], index), entry)
             check_entry(index, entry, params[index], orders.get(str(index)))
     apart = (_WITH_STATE, _ORDERS)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}
+
+
+def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]) -> None:
+    """Raise StateDictError if a compact entry has keys that neither were saved nor are places for Adam's state."""
+    unknown = sorted(map(str, given.keys() - real.keys() - {*STORED_KEYS, *STEPPED_KEYS, *COLUMN_KEYS}))
+    if unknown:
+        raise StateDictError(
+            f"the compact state of parameter {index} has {unknown[0]!r}, which was not saved with it, and would be lost"
+        )
 
 
 def _orders(text: object) -> Mapping[str, object]:
@@ -140,7 +154,7 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
     if _WITH_STATE not in state_dict:
-        return {int(index): entry_of(state, int(index)) for index in state}
+        return {_index_of(index): entry_of(state, _index_of(index)) for index in state}
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_WITH_STATE]):
         entry = entry_of(state, index)
@@ -154,6 +168,13 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
             )
         real[index] = {key: entry[key] for key in keys}
     return real
+
+
+def _index_of(index: object) -> int:
+    try:
+        return int(str(index))
+    except ValueError as error:
+        raise StateDictError(f"the state dict has state for parameter {index!r}, which is no number") from error
 
 
 def _known(text: object) -> Sequence[tuple[int, list[str]]]:

@@ -22,6 +22,7 @@ from ..errors import StateDictError
 from ..kernels.adam_state import (
     CODES,
     HALVES,
+    HIGHEST_BASES,
     MAXIMUM,
     MOMENTS,
     STORED_KEYS,
@@ -30,6 +31,7 @@ from ..kernels.adam_state import (
     state_dtypes,
     unpacked,
 )
+from ..kernels.checks import oddity
 from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
 from ..kernels.strides import contiguous_strides
 from ..policies import AdamState
@@ -103,7 +105,7 @@ def order_of(param: Tensor) -> list[int]:
 
 def is_stored(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry of a state dict has state that is no value of torch's."""
-    return CODES[0] in entry or "remainder" in entry
+    return not entry.keys().isdisjoint(STORED_KEYS)
 
 
 def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: object) -> None:
@@ -112,8 +114,11 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
     Args:
         order: what :func:`order_of` said of the parameter when the entry was saved.
     """
-    wanted: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    if CODES[0] in entry:
+    wanted, coded = dict[str, tuple[torch.dtype, torch.Size]](), not entry.keys().isdisjoint((*CODES, *BASES))
+    twice = [key for key in MOMENTS if coded and key in entry] + ["master"] * {"master", "remainder"}.issubset(entry)
+    if twice:
+        raise StateDictError(f"parameter {index} has state {twice[0]!r} twice: in torch's form, and in compact form")
+    if coded:
         wanted |= dict.fromkeys(CODES, (torch.uint8, param.shape))
         bases = _bases_shape(param)
         if bases is None:
@@ -141,6 +146,16 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
             raise StateDictError(
                 f"state {key!r} of parameter {index} must be {dtype} of shape {tuple(shape)}, and is {given}"
             )
+        _check_elements(f"state {key!r} of parameter {index}", local_of(value), HIGHEST_BASES.get(key))
+
+
+def _check_elements(what: str, part: Tensor, highest: int | None) -> None:
+    """Raise StateDictError unless a tensor's part here has elements, from 0 to the ``highest`` if there is such."""
+    odd = oddity(part)
+    if odd is not None:
+        raise StateDictError(f"{what} is {odd}, not a dense tensor with values")
+    if highest is not None and part.numel() and not 0 <= int(part.min()) <= int(part.max()) <= highest:
+        raise StateDictError(f"{what} must be from 0 to {highest}, and has {int(part.min())} to {int(part.max())}")
 
 
 def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[str, Any]:

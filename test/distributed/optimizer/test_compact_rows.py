@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -175,3 +176,84 @@ def _load_cut_apart(rank: int, world_size: int, key: str) -> list[str]:
 def test_tensors_that_are_cut_in_different_ways_are_refused(key: str) -> None:
     for said in run_processes(2, _load_cut_apart, key):
         assert all("elements that are not the same" in text for text in said)
+
+
+def _set(key: str, made: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
+    """Return what puts another value into the entry of parameter 0, made of the one there, or of zeros if it is cut."""
+
+    def tamper(state: dict[str, Any]) -> None:
+        entry = state[0]
+        value = entry.get(key, torch.zeros(3))
+        entry[key] = made(torch.zeros(value.shape, dtype=value.dtype) if hasattr(value, "to_local") else value)
+
+    return tamper
+
+
+def _first(value: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.cat([tensor.new_tensor([value]), tensor[1:]])
+
+
+def _lower(state: dict[str, Any]) -> None:
+    base = state[0]["exp_avg_sq_base"]
+    (base.to_local() if hasattr(base, "to_local") else base)[-1] = -1
+
+
+def _move_to_another(state: dict[str, Any]) -> None:
+    state[7] = state.pop(0)
+
+
+TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "base too high": (_set("exp_avg_base", _first(1918)), r"'exp_avg_base' of parameter 0 must be from 0 to 1917"),
+    "sq's too high": (
+        _set("exp_avg_sq_base", _first(1790)),
+        r"'exp_avg_sq_base' of parameter 0 must be from 0 to 1789",
+    ),
+    "base below 0": (_lower, r"'exp_avg_sq_base' of parameter 0 must be from 0 to 1789, and has -1"),
+    "unknown": (_set("other", lambda _: torch.ones(3)), r"parameter 0 has 'other', which was not saved"),
+    "missing": (lambda state: state[0].pop("exp_avg_sq_codes"), r"has state 'exp_avg_sq_codes' of parameter 0, but"),
+    "elsewhere": (_move_to_another, r"of parameter 0, but the state dict"),
+    **{
+        f"{key}, {how}": (_set(key, made), rf"'{key}' of parameter 0")
+        for key in ("step", "exp_avg_codes", "exp_avg_sq_base", "remainder")
+        for how, made in {"meta": lambda value: value.to("meta"), "sparse": Tensor.to_sparse}.items()
+    },
+}
+# In state dicts that do not say which state is real.
+UNSAID: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "twice": (_set("exp_avg", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'exp_avg' twice"),
+    "master twice": (_set("master", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'master' twice"),
+    "codes apart": (lambda state: state[0].pop("exp_avg_codes"), r"'exp_avg_codes' of parameter 0 must be"),
+    "no codes": (lambda state: [state[0].pop(f"{key}_codes") for key in ("exp_avg", "exp_avg_sq")], r"_codes' of"),
+    "elsewhere": (_move_to_another, r"state for parameter 7, which is in no param group"),
+    "below 0": (lambda state: state.update({-1: state.pop(0)}), r"state for parameter -1, which is in no param group"),
+    "no number": (lambda state: state.update({"first": state.pop(0)}), r"parameter 'first', which is no number"),
+}
+
+
+def _load_tampered(rank: int, world_size: int) -> None:
+    """Only the last rank's is another."""
+    param = nn.Parameter(numbers(1, 0, 0, 0, (200, 50)).bfloat16())
+    state = zero_opt.AdamState("block8", "split")
+    optimizer = zero_opt.ShardedOptimizer(
+        [param], zero_opt.CPUAdamW, lr=0.1, state=state, offload=zero_opt.CPUOffload()
+    )
+    param.backward(numbers(2, 0, rank, 0, (200, 50)).bfloat16())
+    optimizer.step()
+    before = optimizer.state_dict()
+    for said, unsaid in ((True, TAMPERED), (False, UNSAID)):
+        for name, (tamper, text) in unsaid.items():
+            saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+            if not said:
+                del saved["with_state"]
+            if rank == world_size - 1:
+                tamper(saved["state"])
+            with pytest.raises(zero_opt.StateDictError) as caught:
+                zero_opt.load_sharded_state_dict(optimizer, saved)
+            assert re.search(text, str(caught.value)), (name, str(caught.value))
+    assert_bitwise(optimizer.state_dict()["state"], before["state"])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_tampered_with_is_refused_on_every_rank(world_size: int) -> None:
+    run_processes(world_size, _load_tampered)

@@ -17,7 +17,7 @@ import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
 from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
-from zero_opt.kernels.adam_state import joined_master, remainder_of, split_master
+from zero_opt.kernels.adam_state import HIGHEST_BASES, joined_master, remainder_of, split_master
 
 FORMS = [
     AdamState(moments, master)
@@ -384,3 +384,15 @@ def test_means_of_squares_below_0_are_refused(form: AdamState, key: str, value: 
     assert all(torch.equal(value, after[at][name]) for at in after for name, value in before["state"][at].items())
     saved["state"][4][key][17, 3] = -0.0
     optimizer.load_state_dict(saved)
+
+
+def test_the_highest_base_is_that_of_a_block_that_is_not_finite() -> None:
+    param = Parameter(torch.zeros(64))
+    optimizer = CPUAdamW([param], state=AdamState("block8"))
+    gradients([param], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for key in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][key][5] = torch.inf
+    optimizer.load_state_dict(saved)
+    assert {key: int(optimizer.state[param][key]) for key in HIGHEST_BASES} == HIGHEST_BASES
