@@ -18,8 +18,7 @@ from ..errors import (
     UnsupportedParam,
     ZeroOptError,
 )
-from ..kernels.checks import shared_pair
-from ..sharding.flat_param import check_grad_dtype, check_memory, check_trainable, is_dtensor
+from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
 from ..sharding.wrapped_class import needs_closure
 
 
@@ -119,19 +118,4 @@ def checked_groups(
         if param.requires_grad:
             check_trainable(param, describe(index))
         check_grad_dtype(param, describe(index))
-    _check_apart(params, describe)
-
-
-def _check_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-    # The part of a DTensor that is here is a tensor of its own.
-    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
-    pair = shared_pair([params[index] for index in plain])
-    if pair is None:
-        return
-    first, second = sorted(plain[at] for at in pair)
-    if params[first] is params[second]:
-        raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
-    raise UnsupportedParam(
-        f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights are one "
-        "Parameter)"
-    )
+    check_params_apart(params, describe)

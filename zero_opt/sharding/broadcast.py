@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..comm.agreement import Agreement
 from ..comm.groups import broadcast, carries_messages, check_rank
 from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
-from ..errors import ConfigTypeError
+from ..errors import ConfigTypeError, UnsupportedParam
+from ..kernels.checks import oddity
 from .background_gather import finish_gathers
+from .flat_param import check_memory, is_dtensor
 
 
 def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
     """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
 
     All ranks of the group must call it. ``src`` is a rank of the group. Ranks that are lost, stopped or silent are
-    noticed as in a step. After an error parameters are partly overwritten, and the group can be used as before.
+    noticed as in a step. The group can be used as before after an error, which leaves parameters partly overwritten
+    if a rank is lost, and as they were otherwise.
 
     Raises:
-        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. PeerLost, PeerSilent: a rank has left,
-            or does not come in time. Others as for ``ShardedOptimizer``.
+        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. RankMismatch: on every rank, models
+            differ in names, their order, shapes, dtypes or kinds of device. UnsupportedParam: on every rank, a tensor
+            has no elements of its own to overwrite (a DTensor, a sparse, quantized, expanded or lazy one). PeerLost,
+            PeerSilent: a rank has left, or does not come in time. Others as for ``ShardedOptimizer``.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
@@ -33,8 +41,12 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     if pg is None or world_size == 1:
         return
     own = short_lived_group(pg, "broadcast_params()") if carries_messages(pg) else nullcontext()
+    named: list[tuple[str, Tensor]] = [(f"parameter {name}", param) for name, param in model.named_parameters()]
+    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     with torch.no_grad(), own as group:
-        for tensor in [*model.parameters(), *model.buffers()]:
+        if group is not None:
+            Agreement(group, str).require_same_contents(_contents(named))
+        for _, tensor in named:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
             raw = staging.view(-1).view(torch.uint8)  # backends do not know every dtype
             if group is not None and raw.is_cpu:
@@ -43,3 +55,17 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
                 broadcast(pg, raw, src).wait()
             with torch.inference_mode() if tensor.is_inference() else nullcontext():
                 tensor.copy_(staging)
+
+
+def _contents(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Yield what tensors must have in common on all ranks; raise UnsupportedParam for one that cannot be sent."""
+    for name, tensor in named:
+        if is_dtensor(tensor):
+            raise UnsupportedParam(
+                f"{name} is a DTensor, of which each rank has a part; call broadcast_params() before fully_shard()"
+            )
+        odd = oddity(tensor)
+        if odd is not None:
+            raise UnsupportedParam(f"{name} is {odd}; broadcast_params() sends dense tensors with values")
+        check_memory(tensor, name)
+        yield name, f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"

@@ -7,7 +7,7 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..errors import UnsupportedParam
+from ..kernels.checks import shared_pair
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
 from ..system.inference_mode import version_of
@@ -36,6 +37,26 @@ def check_memory(param: Tensor, label: str) -> None:
             f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
             "that owns its elements, e.g. param.contiguous()"
         )
+
+
+def check_params_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
+    """Raise UnsupportedParam, naming both, if two parameters have an element in common.
+
+    Args:
+        describe: names a parameter, given its position.
+    """
+    # The part of a DTensor that is here is a tensor of its own.
+    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
+    pair = shared_pair([params[index] for index in plain])
+    if pair is None:
+        return
+    first, second = sorted(plain[at] for at in pair)
+    if params[first] is params[second]:
+        raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
+    raise UnsupportedParam(
+        f"{describe(first)} and {describe(second)} share memory; pass one of them, or a clone (tied weights are one "
+        "Parameter)"
+    )
 
 
 def check_trainable(param: Tensor, label: str) -> None:

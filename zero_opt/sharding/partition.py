@@ -14,7 +14,7 @@ from ..policies import MixedPrecision
 from ..system.devices import build_streams
 from ..system.streams import Streams
 from .buckets import GradBucket, number_pieces
-from .flat_param import FlatParam, edits_of, grad_dtypes_of, moved_of, share_counters
+from .flat_param import FlatParam, check_params_apart, edits_of, grad_dtypes_of, moved_of, share_counters
 
 
 class Partition:
@@ -118,21 +118,30 @@ class Partition:
     def _facts_now(self) -> list[object]:
         return [*placing_of(self._params), grad_dtypes_of(self._params)]
 
+    def _moved_now(self) -> list[int]:
+        """Return the indices of re-pointed parameters; raise what :meth:`refresh` does."""
+        moved = moved_of(self.flats)
+        if moved:
+            flats = [*self.flats.values()]
+            check_params_apart([flat.param for flat in flats], lambda position: flats[position].label)
+        return moved
+
     def require_fitting(self) -> None:
         """Raise what :meth:`refresh` does; follow no parameter."""
         if self._facts_now() != self._facts:
-            moved_of(self.flats)
+            self._moved_now()
 
     def refresh(self) -> list[int]:
         """Follow parameters whose data was re-pointed. Returns their indices.
 
         Raises:
-            UnsupportedParam: one does not fit any more, or has gradients of another dtype; none was followed.
+            UnsupportedParam: one does not fit any more, shares memory with another, or has gradients of another dtype;
+                none was followed.
         """
         facts = self._facts_now()
         if facts == self._facts:
             return []
-        moved = moved_of(self.flats)
+        moved = self._moved_now()
         for index in moved:
             self.flats[index].remake_views()
         self._moved.update(moved)

@@ -16,7 +16,7 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes, run_threads
 from zero_opt.comm import process_identity, short_lived
 from zero_opt.comm.groups import Group
-from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost
+from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, RankMismatch, UnsupportedParam
 from zero_opt.policies import Checks
 from zero_opt.sharding.broadcast import broadcast_params
 
@@ -209,3 +209,46 @@ def test_alone_there_is_nothing_to_broadcast() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ConfigError, match="src must be a rank of the group, 0 to 0, got 3"):
         broadcast_params(model, src=3)
+
+
+def _with(**buffers: torch.Tensor) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    return model
+
+
+_ALIKE = torch.arange(6.0).view(3, 2)
+_DIFFERENCES = {
+    "dtype": (
+        _with(a=_ALIKE.double()),
+        r"buffer a: '.*32 of shape \(3, 2\) on cpu' on rank 0, 'torch.float64",
+    ),
+    "shape": (_with(a=_ALIKE.view(2, 3)), r"buffer a: .* of shape \(2, 3\) on cpu' on rank 1"),
+    "smaller": (_with(a=_ALIKE[0]), r"buffer a: .* of shape \(2,\) on cpu' on rank 1"),
+    "name": (_with(b=_ALIKE), "rank 0 has buffer a where rank 1 has buffer b"),
+    "more": (_with(a=_ALIKE, b=_ALIKE.clone()), "buffer b exists on rank 1 alone"),
+}
+_UNSENDABLE = {
+    "sparse": (_with(a=_ALIKE.to_sparse()), "buffer a is torch.sparse_coo; broadcast_params"),
+    "expanded": (_with(a=torch.ones(1).expand(3)), "buffer a has elements that share memory"),
+    "meta": (_with(a=_ALIKE.to("meta")), "buffer a is on the meta device; broadcast_params"),
+    "lazy": (torch.nn.LazyLinear(2), "parameter weight is a UninitializedParameter without memory of its own"),
+}
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    said = []
+    for theirs, _ in (_DIFFERENCES | _UNSENDABLE).values():
+        mine = _with(a=_ALIKE.clone()) if rank == 0 else theirs
+        with pytest.raises((RankMismatch, UnsupportedParam)) as caught:
+            broadcast_params(mine)
+        said.append(str(caught.value))
+    assert rank or mine.get_buffer("a").equal(_ALIKE)
+    return said
+
+
+def test_models_that_differ_between_ranks_are_refused_on_all_before_anything_is_written() -> None:
+    for said in run_processes(2, _refused):
+        for text, (_, expected) in zip(said, (_DIFFERENCES | _UNSENDABLE).values(), strict=True):
+            assert re.search(expected, text), text

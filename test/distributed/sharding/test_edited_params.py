@@ -335,3 +335,22 @@ def _thaw(rank: int, world_size: int, who: Sequence[int]) -> str:
 def test_a_parameter_written_to_on_one_rank_while_frozen_is_refused_when_it_is_thawed(who: list[int]) -> None:
     for message in run_threads(2, _thaw, who):
         assert ("(0.weight)" in message and "broadcast_params" in message) == (len(who) == 1)
+
+
+def _tie(rank: int, world_size: int, offload: Any, after: int) -> None:
+    model = _model()
+    optimizer = _named(model, fused=True, offload=offload)
+    _train(model, optimizer, *range(after))
+    model[0].bias.data = model[1].weight.data.view(-1)[:30]
+    _backward(model, after)
+    with pytest.raises(zero_opt.errors.UnsupportedParam, match=r"0\.bias.* and .*1\.weight.* share memory"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("world_size", "offload"), [(2, None), (1, zero_opt.CPUOffload()), (2, zero_opt.CPUOffload())], ids=str
+)
+def test_parameters_that_are_re_pointed_into_one_another_are_refused(world_size: int, offload: Any, after: int) -> None:
+    run_threads(world_size, _tie, offload, after)
