@@ -121,6 +121,11 @@ def is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() <= _INLINE_NUMEL
 
 
+_CANNOT_BE_SENT = (
+    "which cannot be sent to other ranks; let the class keep tensors, numbers, strings, booleans or None, under keys "
+    "that are strings or numbers"
+)
+
 # Of each value of a slice's state: its key and the key's type, its kind, dtype and shape.
 _Sent = tuple[tuple[Any, type, str, torch.dtype | None, torch.Size | None], ...]
 
@@ -136,10 +141,14 @@ def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, 
     form: list[Any] = []
     for key, value in state.items():
         if type(key) is not str and not is_plain(key):
-            raise StateDictError(f"the state of parameter {index} has a {type(key).__name__} as a key; cannot be sent")
+            raise StateDictError(
+                f"the state of parameter {index} has a {type(key).__name__} as a key, {_CANNOT_BE_SENT}"
+            )
         if not isinstance(value, Tensor):
             if not is_plain(value):
-                raise StateDictError(f"state {key!r} of parameter {index} is a {type(value).__name__}; cannot be sent")
+                raise StateDictError(
+                    f"state {key!r} of parameter {index} is a {type(value).__name__}, {_CANNOT_BE_SENT}"
+                )
             if start == 0:
                 form.append((key, type(key), "value", None, None))
             continue
