@@ -64,6 +64,8 @@ class ConsumedGrad(torch.Tensor):
         self: ConsumedGrad = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=_grad_strides(like), dtype=like.dtype, device=like.device
         )
+        # C++ that asks for a pointer without an operator, as to_dlpack() does, gets torch's error, not a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self.pending, self.owner, self.param, self.label = None, weakref.ref(owner), param, label
         return self
 

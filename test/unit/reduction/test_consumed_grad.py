@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -267,3 +268,10 @@ def test_detaching_it_is_no_way_around() -> None:
         param.grad.detach().add_(1)
     with pytest.raises(GradientConsumed):
         param.grad.data.norm()
+
+
+def test_a_pointer_without_an_operator_is_an_error() -> None:
+    """It was null, which readers of the capsule follow."""
+    param, _ = consumed(Owner())
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(param.grad)
