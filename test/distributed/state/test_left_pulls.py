@@ -93,11 +93,11 @@ def _is_stopped_again_and_again(rank: int, world_size: int) -> tuple[int, int, l
     """Rank 0 repeats state_dict() while rank 1 is stopped; returns threads that wait, and pulls of rank 0."""
     params, optimizer = make_stepped(2, checks=zero_opt.Checks(hang_timeout=0.1))
     asked: Any = service_of(optimizer)
-    pids: list[Any] = [None] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    store: Any = dist.distributed_c10d._get_default_store()
     waiting, opened, offer = 0, list[int](), asked._offer
     asked._offer = lambda message: (opened.append(message.origin), offer(message))[1]
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())  # before which no rank asks
+    store: Any = dist.distributed_c10d._get_default_store()
     if rank == 1:
         _stop_here()
         store.wait(["told"])
