@@ -154,7 +154,7 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         raise StateDictError("'state' of a sharded state dict is a dict of dicts, one per parameter")
     if _WITH_STATE not in state_dict:
-        return {_index_of(index): entry_of(state, _index_of(index)) for index in state}
+        return {index: entry_of(state, index) for index in map(_index_of, state)}
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_WITH_STATE]):
         entry = entry_of(state, index)
