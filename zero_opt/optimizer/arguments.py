@@ -20,6 +20,7 @@ from ..errors import (
 )
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
 from ..sharding.wrapped_class import needs_closure
+from .hyperparameters import require_types
 
 
 @contextmanager
@@ -40,9 +41,12 @@ def adopt_errors() -> Iterator[None]:
 
 
 def template_of(
-    cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any]
+    cls: type[torch.optim.Optimizer], groups: Sequence[Any], defaults: Mapping[str, Any], first: int = 0
 ) -> torch.optim.Optimizer:
     """Return the wrapped class over parameters without values: it checks arguments, and knows all defaults.
+
+    Args:
+        groups: param groups, numbered from ``first``, or parameters.
 
     Raises:
         UnsupportedOptimizer: the class cannot be sharded. Whatever the class raises about its arguments.
@@ -52,6 +56,7 @@ def template_of(
             f"{cls.__name__} evaluates the loss several times per step on all parameters at once and cannot be sharded "
             "over several ranks, nor with an offload or masters; use it at world size 1 without"
         )
+    require_types(cls, groups, defaults, first)
     template = cls([_on_meta(entry) for entry in groups], **defaults)
     check_options(template.param_groups)
     return template

@@ -185,7 +185,7 @@ class BetweenSteps(Engine):
                         taken = normalized_group(group, known)
                         admit(self._mesh, params_of([taken]))
                         torch.optim.Optimizer.add_param_group(user, taken)
-                        template_of(config.optimizer_class, user.param_groups[known:], config.defaults)
+                        template_of(config.optimizer_class, user.param_groups[known:], config.defaults, known)
                     config.check_params(user.param_groups, self._describe)
                 self.add_groups()
         except BaseException:

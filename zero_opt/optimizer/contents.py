@@ -144,7 +144,12 @@ def contents(
     for number, group in enumerate(groups[first_group:], first_group):
         yield from hyper_contents([group], number)
         yield f"number of parameters in group {number}", len(group["params"])
-        for param in group["params"]:
+        names = group.get("param_names")  # before labels, which have them
+        given = "as named_parameters() gives" if names else "none, as parameters() gives"
+        yield f"names of parameters in group {number}", given
+        for position, param in enumerate(group["params"]):
+            if names:
+                yield f"name of parameter {index}", str(names[position])
             label = describe(index)
             yield f"{label} shape", list(param.shape)
             yield f"{label} strides", list(param.stride()) if is_dense(param.shape, param.stride()) else "not dense"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -25,7 +26,7 @@ class HyperForms:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
-        self._class, self._by_torch = cls, cls.__module__.startswith(("torch.", "zero_opt."))
+        self._class, self._by_torch = cls, _is_known(cls)
         self._known: list[dict[str, Any]] = []
         self._needed: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         self._checked = UneditedHypers()
@@ -58,8 +59,9 @@ class HyperForms:
                 value = group[key]
                 if value is not before and not before and not isinstance(value, Tensor) and value:
                     switched.append(key)
-                if value is not before or isinstance(value, (Tensor, list)):
-                    self._require_alike(f"{key!r} of param group {number}", value, before)
+                unset = value is None and not self._by_torch  # it may stand for something
+                if (value is not before and not unset) or isinstance(value, (Tensor, list)):
+                    _require_alike(f"{key!r} of param group {number}", value, before)
                     if key == "betas" and self._by_torch and not all(0.0 <= float(beta) < 1.0 for beta in value):
                         raise ConfigError(f"'betas' of param group {number} must be in [0, 1), got {quoted(value)}")
             if switched and steps_params_apart(self._class):
@@ -98,16 +100,39 @@ class HyperForms:
             return []
         return []
 
-    def _require_alike(self, label: str, value: Any, before: Any) -> None:
-        if value is None and not self._by_torch:  # it may stand for something
-            return
-        if isinstance(before, (tuple, list)) and before and all(map(_is_number, before)):
-            require_numbers(label, value, len(before))
-        elif isinstance(before, bool):
-            if isinstance(value, str):
-                raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}")
-        elif _is_number(before):
-            require_number(label, value)
+
+def require_types(
+    cls: type[torch.optim.Optimizer], groups: Iterable[Any], defaults: Mapping[str, Any], first: int = 0
+) -> None:
+    """Raise ConfigError or ConfigTypeError, naming the argument, for a value of a type that a known class cannot take.
+
+    Args:
+        cls: a class of other libraries is not looked at, since its arguments may mean anything.
+        groups: param groups, numbered from ``first``, or parameters. defaults: the arguments of the class.
+    """
+    if not _is_known(cls):
+        return
+    usual = inspect.signature(cls).parameters
+    given: list[tuple[str, Mapping[str, Any]]] = [("", defaults)]
+    given += [(f" of param group {n}", group) for n, group in enumerate(groups, first) if isinstance(group, Mapping)]
+    for where, values in given:
+        for key in filter(values.__contains__, usual):
+            _require_alike(f"{key!r}{where}", values[key], usual[key].default)
+
+
+def _is_known(cls: type) -> bool:
+    return cls.__module__.startswith(("torch.", "zero_opt."))
+
+
+def _require_alike(label: str, value: Any, before: Any) -> None:
+    """Raise ConfigError or ConfigTypeError unless ``value`` can stand in the place of the known ``before``."""
+    if isinstance(before, (tuple, list)) and before and all(map(_is_number, before)):
+        require_numbers(label, value, len(before))
+    elif isinstance(before, bool):
+        if isinstance(value, str):
+            raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}")
+    elif _is_number(before):
+        require_number(label, value)
 
 
 def _is_number(value: object) -> bool:

@@ -25,6 +25,7 @@ from ..state.state_dict import StateDict, StatesByIndex, copied
 from .arguments import adopt_errors
 from .config import Config
 from .dtensors.mesh_params import MeshParams, admit
+from .hyperparameters import require_types
 from .interface import Engine
 from .loading import fitted_state
 from .offload_state import Parked
@@ -57,7 +58,12 @@ class SingleRank(Engine):
             )
         self._config, self._parked, self._mesh = config, parked, mesh
         with adopt_errors():
-            self.wrapped = config.optimizer_class(normalized(params), **config.defaults)
+            groups = normalized(params)
+            try:
+                self.wrapped = config.optimizer_class(groups, **config.defaults)
+            except Exception:
+                require_types(config.optimizer_class, groups, config.defaults)  # torch does not name the argument
+                raise
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
         self._user: Callable[[], Any] = _no_user
 

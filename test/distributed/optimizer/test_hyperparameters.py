@@ -44,3 +44,59 @@ def test_a_learning_rate_that_cannot_work(value: Any, offload: Any) -> None:
 def test_a_learning_rate_that_cannot_work_on_one_rank() -> None:
     first, second = run_processes(2, _edited, "0.1", [1], None)
     assert first == f"rank 1: {second}" and second == "'lr' of param group 0 must be a number, got '0.1'"
+
+
+def _made(rank: int, world_size: int, wrong: dict[str, Any], ranks: list[int]) -> list[str]:
+    wrong = wrong if rank in ranks else {}
+    found = []
+    for group, defaults in (({}, wrong), (wrong, {})):
+        param = torch.nn.Parameter(torch.ones(200))
+        with pytest.raises(zero_opt.ConfigTypeError) as caught:
+            zero_opt.ShardedOptimizer([{"params": [param], **group}], torch.optim.AdamW, **defaults)
+        found.append(str(caught.value))
+    optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(200))], torch.optim.AdamW)
+    with pytest.raises(zero_opt.ConfigTypeError) as caught:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(200))], **wrong})
+    optimizer.close()
+    return [*found, str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"lr": "1e-3"}, "must be a number, got '1e-3'"),
+        ({"lr": None}, "must be a number, got None"),
+        ({"betas": 0.9}, "must be 2 numbers, got 0.9"),
+        ({"betas": (0.9,)}, "must be 2 numbers, got (0.9,)"),
+        ({"weight_decay": "0"}, "must be a number, got '0'"),
+    ],
+)
+def test_a_type_that_cannot_work_is_named_when_it_is_given(wrong: dict[str, Any], words: str) -> None:
+    """torch's own words name neither argument nor value, and param groups are looked at by their first step alone."""
+    key = next(iter(wrong))
+    expected = [f"{key!r}{group} {words}" for group in ("", " of param group 0", " of param group 1")]
+    first, second = run_processes(2, _made, wrong, [1])
+    assert second == expected and first == [f"rank 1: {message}" for message in expected]
+    with pytest.raises(zero_opt.ConfigTypeError, match=f"'{key}' must be"):
+        zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.AdamW, **wrong)
+
+
+def test_a_class_of_ones_own_may_take_any_type() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, lr: Any = 0.1) -> None:
+            super().__init__(params, lr=0.1 if lr is None else lr)
+
+    zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(2))], Own, lr=None, offload=zero_opt.CPUOffload()).close()
+
+
+def _named(rank: int, world_size: int) -> str:
+    model = torch.nn.Linear(3, 2)
+    params = model.named_parameters() if rank == 0 else model.parameters()
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
+    return str(caught.value)
+
+
+def test_names_on_one_rank_alone_are_what_differs() -> None:
+    words = "'as named_parameters() gives' on rank 0, 'none, as parameters() gives' on rank 1"
+    assert run_processes(2, _named) == [f"names of parameters in group 0: {words}"] * 2

@@ -43,6 +43,17 @@ def test_every_difference_shows(changed: Any, name: str) -> None:
     assert before[f"parameter 0 {name}"] != after[f"parameter 0 {name}"]
 
 
+def test_names_come_before_labels_that_have_them() -> None:
+    """Else a name that one rank lacks would be taken for a difference in the shape."""
+    named, other, without = (
+        listed(torch.ones(1), **names) for names in ({"param_names": ["a"]}, {"param_names": ["b"]}, {})
+    )
+    assert named["name of parameter 0"] == "a" != other["name of parameter 0"]
+    key = "names of parameters in group 0"
+    assert named[key] == other[key] != without[key]
+    assert [*named].index(key) < [*named].index("name of parameter 0") < [*named].index("parameter 0 shape")
+
+
 def test_hyperparameters_are_compared_by_name_and_value() -> None:
     """A slice is stepped by one rank, with what that rank has."""
     assert listed(torch.ones(1), lr=2.0) != listed(torch.ones(1))
