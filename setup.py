@@ -1,4 +1,4 @@
-"""Build of the native extension, and nothing else: every other fact about the package is in setup.cfg.
+"""Build of the native extension, and the package's page: every other fact about the package is in setup.cfg.
 
 The kernels are compiled once per instruction set, each into a static library of its own with its own flags, and
 linked into one extension that picks a table at run time. Only setuptools and pybind11 are needed.
@@ -9,10 +9,13 @@ The environment variable ZERO_OPT_NATIVE decides what happens without a working 
     skip      the extension is not built at all
 """
 
+import configparser
 import glob
 import os
+import re
 import sys
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_clib import build_clib
@@ -22,7 +25,8 @@ from setuptools.errors import BaseError, CCompilerError
 REQUIRED = os.environ.get("ZERO_OPT_NATIVE") == "require"
 BUILD_ERRORS = (BaseError, CCompilerError, OSError)
 EXACT_MATHS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CXX = ["-std=c++17", "-fvisibility=hidden"]
+# Without debug information, which Python's own flags ask for: it would be nine tenths of the extension.
+CXX = ["-std=c++17", "-fvisibility=hidden", "-g0"]
 HEADERS = sorted(glob.glob("native/*/*.hpp") + glob.glob("native/*/*.inl"))
 # All but those of the per-ISA libraries.
 SOURCES = sorted(set(glob.glob("native/*/*.cpp")) - set(glob.glob("native/kernels/isa_*.cpp")))
@@ -57,7 +61,7 @@ def extension() -> Extension:
         include_dirs=["native", pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off", "-pthread"],
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", "-Wl,-s"],
         depends=HEADERS,
         language="c++",
     )
@@ -99,11 +103,28 @@ class BuildNative(build_ext):
             )
 
 
-if os.environ.get("ZERO_OPT_NATIVE") == "skip" or sys.platform == "win32":
-    setup()
-else:
-    setup(
-        ext_modules=[extension()],
-        libraries=[kernel_library(isa) for isa in isas()],
-        cmdclass={"build_clib": BuildKernels, "build_ext": BuildNative},
-    )
+def native() -> dict[str, object]:
+    """What setup() is told of the extension."""
+    if os.environ.get("ZERO_OPT_NATIVE") == "skip" or sys.platform == "win32":
+        return {}
+    return {
+        "ext_modules": [extension()],
+        "libraries": [kernel_library(isa) for isa in isas()],
+        "cmdclass": {"build_clib": BuildKernels, "build_ext": BuildNative},
+    }
+
+
+def page() -> dict[str, object]:
+    """What a package index shows: README.md and other links, which lead to this version's files in the repository."""
+    config = configparser.ConfigParser()
+    config.read("setup.cfg", encoding="utf-8")
+    url = config["metadata"]["url"]
+    version = re.search(r'^__version__ = "(.+)"', Path("zero_opt/__init__.py").read_text("utf-8"), re.MULTILINE)
+    files = f"{url}/blob/v{version[1]}" if version else url
+    readme = re.sub(r"\]\((?!#|\w+:)", f"]({files}/", Path("README.md").read_text("utf-8"))
+    links = {"Source": url, "Issues": f"{url}/issues"}
+    links |= {"Documentation": f"{files}/docs/reference.md", "Changelog": f"{files}/CHANGELOG.md"}
+    return {"long_description": readme, "project_urls": links}
+
+
+setup(**page(), **native())
