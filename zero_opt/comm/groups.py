@@ -27,7 +27,7 @@ from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
-from .lazy_gloo import all_gather, greetings, lazy_gloo, partners
+from .lazy_gloo import all_gather, greetings, lazy_gloo, partners, swaps
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
@@ -50,7 +50,7 @@ ALONE = "alone"
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
 # Tags of Group.move(), of the rounds of all_gather(), and the first of connect(); no exchange of buckets has them.
-_MOVED, _ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
+_MOVED, ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
 
 
 def _backend_for(parent: dist.ProcessGroup) -> str:
@@ -315,25 +315,20 @@ class Group:
         self._require_not_forked()
         pg = self.pg
         if self.has_send_recv and tensor.is_cpu and self.world_size > _RING:
-            work = SubmittedCall(self._waits, all_gather, self._swap, self.rank, tensor, self.world_size)
+            swap = swaps(pg, ROUNDS, self.timeout_s)
+            work = SubmittedCall(self._waits, all_gather, swap, self.rank, tensor, self.world_size)
             self._run(work.begin, ALL, tensor)
             return list(work.value)
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         self._run(lambda: pg.allgather([outputs], [tensor]), ALL, tensor)
         return outputs
 
-    def _swap(self, out: Tensor, dst: int, into: Tensor, src: int) -> None:
-        """Send a tensor to a rank and receive one from a rank; raises the backend's errors."""
-        works = [self.pg.recv([into], src, _ROUNDS), self.pg.send([out], dst, _ROUNDS)]
-        for work in works:
-            work.wait(timedelta(seconds=self.timeout_s))
-
     def _run(self, begin: Callable[[], Any], who: str, like: Tensor) -> None:
         """Run a collective of tensors like this one; ``who`` names the ranks that it may have to wait for."""
         if self.watch is None or not like.is_cpu:
             Transfer(who, begin, on_host=like.is_cpu).wait()
         else:
-            with peer_lost(f"{who}, for which step {self.watch.step} waits,"):
+            with peer_lost(f"{who}, for which {self.watch.where} waits,"):
                 self.watch.wait(begin)
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:

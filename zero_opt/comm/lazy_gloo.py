@@ -58,6 +58,20 @@ def partners(rank: int, size: int) -> set[int]:
     return {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
 
 
+def swaps(pg: Any, tag: int, seconds: float) -> Callable[[Tensor, int, Tensor, int], None]:
+    """Return what :func:`all_gather` exchanges tensors by: messages of a process group; it raises the backend's errors.
+
+    Args:
+        tag: of the messages, which no others have. seconds: how long each may take.
+    """
+
+    def swap(out: Tensor, dst: int, into: Tensor, src: int) -> None:
+        for work in [pg.recv([into], src, tag), pg.send([out], dst, tag)]:
+            work.wait(timedelta(seconds=seconds))
+
+    return swap
+
+
 def all_gather(exchange: Callable[[Tensor, int, Tensor, int], None], rank: int, own: Tensor, size: int) -> Tensor:
     """Return all ranks' tensors, like this rank's ``own``, in rank order, in as many rounds as log2 of their number.
 

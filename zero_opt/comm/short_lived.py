@@ -29,7 +29,7 @@ from .rendezvous import Patience, ended_by
 _SAYING_S = 5.0
 
 
-class _CallWatch(Watch):
+class CallWatch(Watch):
     """A watch of one call outside of training."""
 
     timeout_option = "init_process_group(timeout=...)"
@@ -110,7 +110,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
     """
     timeout_s = waited_for(group_timeout_s(parent))
     limits = HostLimits(timeout_s=timeout_s)
-    patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=_CallWatch)
+    patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=CallWatch)
     with ExitStack() as last_first:
         last_first.callback(limits.lift)
         connecting = Connecting(parent, 1, patience)

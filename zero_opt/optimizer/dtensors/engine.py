@@ -64,6 +64,10 @@ class DTensorSingleRank(SingleRank):
                 grad.mul_(factor.to(grad.device))
         return norm
 
+    def clip(self, max_norm: object) -> Tensor:
+        with self._mesh.during("clip_grad_norm_()"):
+            return super().clip(max_norm)
+
     def consolidate(self, to: int) -> None:
         wrapped = self._current()
         self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
@@ -127,6 +131,10 @@ class DTensorEngine(ShardedEngine):
         finally:
             self._view.note_writes()
 
+    def clip(self, max_norm: object) -> Tensor:
+        with self._mesh.during("clip_grad_norm_()"):
+            return super().clip(max_norm)
+
     def flush(self) -> None:
         if self.placement.pending:
             self._mesh.forget()
@@ -181,10 +189,11 @@ class DTensorEngine(ShardedEngine):
     def _write(self, loaded: Loaded) -> None:
         self._mesh.forget()
         self._follow()
-        plain = self.parts.params
-        parts: dict[int, Mapping[str, Any]] = {
-            i: state_of_part(state, self._view.param_of(plain[i])) for i, state in loaded.states.items()
-        }
+        params = {index: self._view.param_of(self.parts.params[index]) for index in loaded.states}
+        with self._mesh.cutting(loaded.states, params):
+            parts: dict[int, Mapping[str, Any]] = {
+                index: state_of_part(state, params[index]) for index, state in loaded.states.items()
+            }
         super()._write(loaded._replace(states=parts))
         self._view.note_writes()
 

@@ -85,6 +85,12 @@ def dtensor_over(local: Tensor, like: Tensor, shape: torch.Size | None = None) -
     return made
 
 
+def travels(value: Any, param: Tensor) -> bool:
+    """Return whether :func:`cut_like` is collective: the value is a DTensor that is cut otherwise than ``param``."""
+    like = getattr(param, "device_mesh", None), getattr(param, "placements", ())
+    return isinstance(value, Tensor) and is_dtensor(value) and (value.device_mesh, value.placements) != like  # type: ignore[attr-defined]
+
+
 def cut_like(value: Any, param: Tensor) -> Any:
     """Return state of any form as a step of ``param`` needs it: a DTensor cut like the parameter if it has its shape.
 
@@ -98,7 +104,7 @@ def cut_like(value: Any, param: Tensor) -> Any:
     full = value
     mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", ())
     if is_dtensor(value):
-        if (value.device_mesh, value.placements) == (mesh, placements):  # type: ignore[attr-defined]
+        if not travels(value, param):
             return value
         full = value.full_tensor()  # type: ignore[attr-defined]
     if mesh is None or not full.dim():

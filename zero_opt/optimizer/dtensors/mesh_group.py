@@ -1,42 +1,128 @@
-"""The ranks of a DeviceMesh, of any number of dimensions, as one group."""
+"""The ranks of a DeviceMesh, of any number of dimensions, as one group.
+
+[Note: beside FSDP's collectives]
+A call of one rank alone would meet, in the mesh's process groups, the collectives of the other ranks' forward; where
+sizes differ, gloo aborts the process. So where a mesh has gloo, ranks send each other messages with a tag that nothing
+else has. They take no part in the order of the collectives, and no process group is made for them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.backend_exchanges import gathered_over
-from ...comm.groups import INLINE_BYTES, Group
+from ...comm.device_backends import group_timeout_s
+from ...comm.groups import INLINE_BYTES, ROUNDS, Group
+from ...comm.lazy_gloo import all_gather, swaps
+from ...comm.peer_watch import Watch
+from ...comm.process_identity import ProcessIdentity
+from ...comm.rendezvous import NEVER_SENT
+from ...comm.short_lived import CallWatch
+from ...comm.store import default_store
+from ...comm.transfers import Transfer
+from ...comm.waits_beside import SubmittedCall
+from ...policies import Checks, waited_for
+from ...system.background_thread import SerialThread
+
+# Whom a message waits for, as long as nothing is known of the ranks.
+_ANY = "another rank of the mesh"
+
+
+class _MeshWatch(CallWatch):
+    """A watch of the calls over one mesh."""
+
+    timeout_option = Watch.timeout_option
+
+    def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
+        return "every rank of the mesh must make that call"
+
+    def advice(self, ranks: Sequence[int]) -> str:
+        return Watch.advice(self, ranks)
 
 
 class MeshGroup(Group):
     """The ranks of a mesh, as a group that gathers small tensors over the mesh's own process groups.
 
-    Calls are made where operations on DTensors may be: on all ranks of the mesh, in one order with the forward and
-    backward of a sharded model. Ranks are numbered as in the flattened mesh.
+    All ranks of the mesh make the same calls, in one order. Without gloo these are collectives of the mesh's backend,
+    in one order with the forward and backward of a sharded model too; see [Note: beside FSDP's collectives]. Ranks are
+    numbered as in the flattened mesh.
 
     Attributes:
         ranks: in the default process group.
     """
 
-    def __init__(self, mesh: Any) -> None:
-        self._device_mesh = mesh
+    def __init__(self, mesh: Any, checks: Checks) -> None:
+        self._device_mesh, self._checks = mesh, checks
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.inline_bytes, self.backend, self.parent = INLINE_BYTES, "mesh", None
-        self.rank, self.world_size = self.ranks.index(torch.distributed.get_rank()), len(self.ranks)
-        self.timeout_s = 0.0
+        self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        groups = _groups_of(mesh)
+        self._by_messages = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
+        timeouts = [group_timeout_s(pg) for pg in groups] if checks.timeout is None else [checks.timeout]
+        self.timeout_s = waited_for(min(timeouts, default=0.0))
+        self._pid, self._waits = os.getpid(), SerialThread("zero_opt wait", partial(_disconnect, mesh))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather a tensor from every rank; the wait ends with the mesh's own timeout.
+        """Gather a tensor from every rank.
 
         Raises:
-            PeerLost: a rank has ended, or did not come in that time.
+            PeerLost, PeerSilent: a rank has ended, is stopped, or does not come in time.
         """
-        mesh = self._device_mesh
-        rows = tensor.detach().to(mesh.device_type).flatten()
-        for dim in reversed(range(mesh.ndim)):  # the last one's ranks are neighbors
-            if mesh.size(dim) > 1:
-                rows = gathered_over(mesh.get_group(dim), rows, "all ranks of the mesh")
+        self._require_not_forked()
+        rows = tensor.detach().flatten()
+        if self._by_messages:
+            work = SubmittedCall(self._waits, self._gathered, rows)
+            self._run(work.begin, _ANY, rows)
+            rows = work.value
+        else:
+            rows = rows.to(self._device_mesh.device_type)
+            for pg in _groups_of(self._device_mesh):
+                rows = gathered_over(pg, rows, _ANY)
         return list(rows.to(tensor.device).view(-1, *tensor.shape))
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        for pg in _groups_of(self._device_mesh):
+            rows = all_gather(swaps(pg, ROUNDS, self.timeout_s), pg.rank(), rows, pg.size()).flatten()
+        return rows
+
+    def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
+        if self.watch is None and self._by_messages:
+            self._introduce()
+        return super().all_gather_bytes(payload, call, called)
+
+    def _introduce(self) -> None:
+        """Tell the other ranks which process this is, and watch theirs from here on. Collective."""
+        said = json.dumps([uuid.uuid4().hex, ProcessIdentity.of_this_process()])
+        heard = super().all_gather_bytes(said.encode(), "ShardedOptimizer()")
+        ranks = [ProcessIdentity(*json.loads(words)[1]) for words in heard]
+        store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
+        watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
+        watch.departures.leave = partial(_disconnect, self._device_mesh)
+        self.watch = watch
+
+
+def _groups_of(mesh: Any) -> list[Any]:
+    """Return the process groups of several ranks of a mesh: of its last dimension, which has neighbors, first."""
+    return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
+
+
+def _disconnect(mesh: Any) -> None:
+    """Break the connections of gloo over a mesh, as :meth:`Group.disconnect` does, so that no rank waits for this one.
+
+    FSDP's collectives end with it, as they do when a wait of gloo's times out.
+    """
+    for pg in _groups_of(mesh):
+        for rank in (rank for rank in range(pg.size()) if rank != pg.rank()):
+            with contextlib.suppress(RuntimeError):  # PeerLost is one
+                Transfer("", pg.recv, [torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT).wait(0.001)

@@ -7,7 +7,9 @@ a state dict in full shapes needs all parts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ...comm.agreement import Agreement
+from ...comm.transfers import peer_lost
 from ...errors import (
     ConfigConflict,
     ConfigError,
@@ -36,8 +40,11 @@ from ...state.trial import is_known, state_after_a_step
 from ...system.inference_mode import version_of
 from ..config import Config
 from .fsdp import Shards
-from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param
+from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param, travels
 from .mesh_group import MeshGroup
+
+# Of a rank's gradients: the sum of squares, the first parameter that is not finite, and the norm to clip to.
+_ROW = struct.Struct("<ddd")
 
 
 class MeshParams:
@@ -46,12 +53,15 @@ class MeshParams:
     Attributes:
         shards: what FSDP does with the parameters.
         takes_plain: whether parameters may be plain tensors, whose gradients no rank reduces here.
+        call: the call of the user's that is under way, which ranks compare.
     """
+
+    call = "step()"
 
     def __init__(self, config: Config) -> None:
         self.shards = Shards()
         self.takes_plain = isinstance(config.reduction, AlreadyReduced)
-        self._params: list[Tensor] = []
+        self._checks, self._params = config.checks, list[Tensor]()
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
 
@@ -61,7 +71,7 @@ class MeshParams:
         self._params += params
         for mesh in (param.device_mesh for param in params if is_dtensor(param)):  # type: ignore[attr-defined]
             if mesh not in self._groups:
-                self._groups[mesh] = MeshGroup(mesh)
+                self._groups[mesh] = MeshGroup(mesh, self._checks)
 
     def follow(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Take in parameters that the user has replaced others with; see :func:`admit`."""
@@ -83,17 +93,19 @@ class MeshParams:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
 
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """A context of another call than ``step()``, as ranks compare it."""
+        before, self.call = self.call, call
+        try:
+            yield
+        finally:
+            self.call = before
+
     def require_same_checks(self, config: Config) -> None:
         """Raise RankMismatch, on every rank of a mesh, if ranks differ in what makes a step collective. Collective."""
-        told = {"max_grad_norm": repr(config.max_grad_norm), "checks.nonfinite": repr(config.checks.nonfinite)}
-        payload = json.dumps(told).encode()
-        by_rank = {
-            rank: json.loads(raw)
-            for group in self._groups.values()
-            for rank, raw in zip(group.ranks, group.all_gather_bytes(payload, "ShardedOptimizer()"), strict=True)
-        }
-        for name in told:
-            _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
+        told = {"max_grad_norm": config.max_grad_norm, "checks.nonfinite": config.checks.nonfinite}
+        self._compare("ShardedOptimizer()", told)
 
     def measure(
         self,
@@ -111,7 +123,8 @@ class MeshParams:
             known: as for :func:`grad_squares`.
 
         Raises:
-            RankMismatch: on every rank, if limits differ.
+            RankMismatch: on every rank, if limits differ, or ranks are in different calls.
+            PeerLost, PeerSilent: a rank does not come.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows, limits = list[tuple[int, float, float]](), dict[int, float]()
@@ -123,8 +136,8 @@ class MeshParams:
                 for param, grad in zip(params, grads, strict=True)
             ]
             mine = (*look(counted, range(len(params)), None, known)[0], limit)
-            told = group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
-            for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(Tensor.tolist, told), strict=True):
+            told = group.all_gather_bytes(_ROW.pack(*mine), self.call)
+            for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
                 limits[rank] = its_limit
         _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
@@ -141,22 +154,50 @@ class MeshParams:
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is no rank of a mesh of the parameters.
+            RankMismatch: it differs between ranks, or ranks are in different calls; all of them on every rank.
+            PeerLost, PeerSilent: a rank does not come.
         """
-        if isinstance(to, bool) or not isinstance(to, int):
-            raise ConfigTypeError(f"to must be a rank, got {to!r}")
-        ranks = sorted({rank for mesh in self._groups for rank in mesh.mesh.flatten().tolist()})
-        if to not in ranks:
-            raise ConfigError(f"to must be one of the ranks that the parameters are on, {ranks}, got {to!r}")
+        self.meet("consolidate_state_dict()", lambda: self._require_rank(to))
+        self._compare("consolidate_state_dict()", {"to": to})
         self.forget()
         mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
         for index, state in sorted(states.items()):
             entry = full[index] = {}
             for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
-                full_value = full_copy(value)
+                with peer_lost("another rank of the mesh, for which consolidate_state_dict() waits,"):
+                    full_value = full_copy(value)
                 if mine:
                     entry[key] = full_value
         if mine:
             self._kept = (_version(live), full)
+
+    def _require_rank(self, to: object) -> None:
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise ConfigTypeError(f"to must be a rank, got {to!r}")
+        ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
+        if to not in ranks:
+            raise ConfigError(f"to must be one of the ranks that the parameters are on, {ranks}, got {to!r}")
+
+    def meet(self, call: str, check: Callable[[], None]) -> None:
+        """Return once all ranks are in a call in which DTensors travel. Collective.
+
+        Args:
+            check: what it raises on one rank, all ranks raise.
+
+        Raises:
+            RankMismatch: ranks are in different calls. PeerLost, PeerSilent: a rank does not come.
+        """
+        for group in self._groups.values():
+            with Agreement(group, str).together(call):
+                check()
+
+    def _compare(self, call: str, told: Mapping[str, object]) -> None:
+        """Raise RankMismatch, on every rank, if ranks differ in what they tell, by name. Collective."""
+        payload, by_rank = json.dumps({name: repr(value) for name, value in told.items()}).encode(), dict[int, Any]()
+        for group in self._groups.values():
+            by_rank |= zip(group.ranks, map(json.loads, group.all_gather_bytes(payload, call)), strict=True)
+        for name in told:
+            _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
 
     def full_state(self, states: Any, live: Mapping[Tensor, Any]) -> Any:
         """Return a copy of what :meth:`consolidate` brought here, if that is still the state; else ``states``."""
@@ -176,11 +217,20 @@ class MeshParams:
             for saved, group in zip(state_dict["param_groups"], param_groups, strict=True)
             for saved_id, param in zip(saved["params"], group["params"], strict=True)
         }
-        states = {
-            index: {key: cut_like(value, param_of[index]) for key, value in state.items()}
-            for index, state in state_dict["state"].items()
-        }
+        with self.cutting(state_dict["state"], param_of):
+            states = {
+                index: {key: cut_like(value, param_of[index]) for key, value in state.items()}
+                for index, state in state_dict["state"].items()
+            }
         return {**state_dict, "state": states}
+
+    @contextmanager
+    def cutting(self, states: Mapping[Any, Mapping[str, Any]], params: Mapping[Any, Tensor]) -> Iterator[None]:
+        """A context in which state is cut by :func:`cut_like`. Collective if any of it is a DTensor cut otherwise."""
+        if any(travels(value, params[index]) for index, state in states.items() for value in state.values()):
+            self.meet("load_state_dict()", lambda: None)
+        with peer_lost("another rank of the mesh, for which load_state_dict() waits,"):
+            yield
 
 
 def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:

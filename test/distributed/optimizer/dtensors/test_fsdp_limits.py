@@ -301,7 +301,7 @@ def _norm_without_a_rank(rank: int, world_size: int) -> str:
 def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
     message, _ = run_processes(2, _norm_without_a_rank, expect_errors=True)
     assert isinstance(message, str)
-    assert "restart from the last checkpoint" in message
+    assert "rank 1" in message and "while step() waits for it" in message, message
 
 
 def _limits_that_differ(rank: int, world_size: int, offload: Any) -> list[str]:
@@ -341,7 +341,7 @@ def test_norms_that_ranks_do_not_clip_to_alike_are_refused_on_every_rank(offload
                 "max_grad_norm: 1.0 on rank 0, None on rank 1",
                 "checks.nonfinite: 'ignore' on rank 0, 'raise' on rank 1",
                 "clipped to: 1.0 on rank 0, 2.0 on rank 1",
-                "clipped to: 3.0 on rank 0, 0.5 on rank 1",
+                "rank 0 called clip_grad_norm_() where rank 1 called step()",
             ),
             strict=True,
         ):
