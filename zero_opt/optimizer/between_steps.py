@@ -277,6 +277,7 @@ class BetweenSteps(Engine):
             due = self.agreement.any(self._params_may_differ)
             if due:
                 mismatch, kept = self._keep_uneven_edits()
+                conflict = conflict or self.placement.conflict()  # of a parameter that was written to on another rank
             with self.agreement.together(), self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
                 list(self.placement.bring_in())
         except Exception as error:
@@ -328,7 +329,7 @@ class BetweenSteps(Engine):
         flats = [self.partition.flats[index] for index in kept]
         with own_writes(flats):
             for flat, values in zip(flats, kept.values(), strict=True):
-                flat.param.detach().copy_(values)
+                flat.param.data.copy_(values)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ Gradients and full-shape state are brought into the same order by :meth:`FlatPar
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -24,6 +26,10 @@ from ..system.inference_mode import version_of
 
 _version_getter = attrgetter("_version")
 _grad_dtype_getter = attrgetter("grad_dtype")
+_VERSIONS = 1 << 32  # version counters wrap
+# Held while a write of ours is counted twice, as a write and as ours, and while both counts are read.
+_counting = threading.Lock()
+os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
@@ -115,7 +121,8 @@ class FlatParam:
     Attributes:
         param: the user's parameter; never re-pointed, never replaced. The user may re-point it to data of any shape.
         shape, numel: the parameter's when it was planned.
-        flat: 1-D tensor, numel elements, storage order; shares the parameter's version counter when it aliases.
+        flat: 1-D tensor, numel elements, storage order. A write to it does not raise the parameter's version counter:
+            the end of :func:`own_writes` does.
         strides: strides that turn a 1-D run in storage order back into the parameter's shape.
     """
 
@@ -139,7 +146,7 @@ class FlatParam:
         self._where = place_of(param)
         self.mirrored = not is_dense(param.shape, param.stride())
         self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
-        source = param.detach()
+        source = param.data  # unlike detach(), with a version counter of its own
         if self.mirrored:
             self.flat = source.contiguous().view(-1)
         else:
@@ -148,7 +155,7 @@ class FlatParam:
     @property
     def edits(self) -> int:
         """A number that changes whenever the user has written to the parameter, as far as its version counter tells."""
-        return version_of(self.param) - self._counter.own_writes
+        return edits_of([self])[0]
 
     def spec(self, group: int) -> ParamSpec:
         """Return what the planner needs to know."""
@@ -185,7 +192,7 @@ class FlatParam:
     def store(self) -> None:
         """Bring the parameter up to date with its mirror, unless it does not fit any more."""
         if self.mirrored and self._identity() == self._planned:
-            self.param.detach().copy_(self.shaped(self.flat))
+            self.param.data.copy_(self.shaped(self.flat))
 
     def shaped(self, run: Tensor) -> Tensor:
         """View a 1-D run of numel elements, in storage order, in the parameter's shape."""
@@ -229,8 +236,10 @@ def grad_dtypes_of(params: Collection[Tensor]) -> list[torch.dtype | None]:
 
 def edits_of(flats: Collection[FlatParam]) -> list[int]:
     """Return :attr:`FlatParam.edits` of each parameter, without a call per parameter."""
-    versions = versions_of([flat.param for flat in flats])
-    return [version - flat._counter.own_writes for version, flat in zip(versions, flats, strict=True)]
+    params = [flat.param for flat in flats]
+    with _counting:
+        versions, own = versions_of(params), [flat._counter.own_writes for flat in flats]
+    return [(version - count) % _VERSIONS for version, count in zip(versions, own, strict=True)]
 
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
@@ -242,23 +251,31 @@ def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
 
 
 class OwnWrites:
-    """Parameters to which writes within a context are ours, not edits of the user's."""
+    """Parameters that are written to within a context by us, not by the user.
+
+    The writes go to the memory: to :attr:`FlatParam.flat` or to ``param.data``. Their end raises the version counters,
+    once each, so that a graph that has saved a parameter notices.
+    """
 
     def __init__(self, flats: Iterable[FlatParam]) -> None:
-        params = {flat._counter: flat.param for flat in flats}  # one of those that share a counter
+        # One of those that share a counter. Inference tensors have none.
+        params = {flat._counter: flat.param for flat in flats if not flat.param.is_inference()}
         self._counters, self._params = [*params], [*params.values()]
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Within the context, writes to these parameters are ours."""
-        before = versions_of(self._params)
-        yield
-        for counter, was, now in zip(self._counters, before, versions_of(self._params), strict=True):
-            counter.own_writes += now - was
+        """Within the context, writes to the memory of these parameters are ours. Any thread may enter it."""
+        try:
+            yield
+        finally:
+            with _counting:
+                torch.autograd.graph.increment_version(self._params)
+                for counter in self._counters:
+                    counter.own_writes += 1
 
 
 def own_writes(flats: Iterable[FlatParam]) -> AbstractContextManager[None]:
-    """Return a context in which writes to these parameters are ours, not edits of the user's."""
+    """Return a context in which writes to the memory of these parameters are ours, not edits of the user's."""
     return OwnWrites(flats).ours()
 
 
@@ -286,8 +303,7 @@ def _raise_counters(flats: Sequence[FlatParam], by: Sequence[FlatParam]) -> list
     before = [flat.param._version for flat in flats]
     if by:
         torch.autograd.graph.increment_version([flat.param for flat in by])
-    # Counters have 32 bits, and wrap.
-    return [(flat.param._version - was) % (1 << 32) for flat, was in zip(flats, before, strict=True)]
+    return [(flat.param._version - was) % _VERSIONS for flat, was in zip(flats, before, strict=True)]
 
 
 def is_dtensor(value: object) -> bool:

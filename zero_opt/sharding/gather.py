@@ -115,7 +115,6 @@ class _Arrivals:
         self.runs = bucket.param_runs()
         self._own = OwnWrites(bucket.params)
         self._mirrored = [flat for flat in bucket.params if flat.mirrored]
-        self._counted = [flat.param for flat in bucket.params if not flat.param.is_inference()]
 
     def complete(self, arrive: Callable[[], None]) -> None:
         """Complete a gather, and let parameters that are mirrored follow their mirrors."""
@@ -123,9 +122,6 @@ class _Arrivals:
             arrive()
             for flat in self._mirrored:
                 flat.store()
-            # What an exchange writes by address raises no counter, and a graph that has saved the parameter must
-            # notice.
-            torch.autograd.graph.increment_version(self._counted)
 
 
 def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:

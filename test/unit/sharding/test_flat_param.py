@@ -73,9 +73,11 @@ def test_a_dense_param_is_aliased_and_stays_where_it_is(tensor: Tensor) -> None:
         assert not flat.mirrored
         assert flat.flat.data_ptr() == param.data_ptr()
         assert flat.flat.tolist() == sorted(param.flatten().tolist())  # values ascend with addresses
-    version = param._version
-    flat.flat.zero_()
+    version, edits = param._version, flat.edits
+    with own_writes([flat]):
+        flat.flat.zero_()
     assert param._version > version, "autograd must notice what is written through the alias"
+    assert flat.edits == edits
     assert not param.count_nonzero()
 
 
@@ -245,10 +247,9 @@ def test_own_writes_to_a_parameter_are_no_edits_of_those_with_the_same_counter(k
             param.data = param.data.clone()
     flats = counted(params, known)
     before = [flat.edits for flat in flats]
-    with own_writes(flats[:2]), torch.no_grad():
-        params[0].add_(1)
-        params[1].add_(1)
-        params[0].add_(1)
+    with own_writes(flats[:2]), own_writes(flats[2:3]):  # of one counter, as two threads may
+        for flat in flats[:3]:
+            flat.flat.add_(1)
     assert [flat.edits for flat in flats] == before
     with torch.no_grad():
         params[4].add_(1)

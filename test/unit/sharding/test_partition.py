@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,12 +46,49 @@ def test_a_write_is_an_edit_until_it_is_accepted() -> None:
 def test_our_own_writes_are_no_edits() -> None:
     params = squares()
     partition = planned(params)
-    with own_writes(partition.flats.values()), torch.no_grad():
-        params[0].add_(1)
+    with own_writes(partition.flats.values()):
+        partition.flats[0].flat.add_(1)
     assert partition.edits() == {}
     with torch.no_grad():
         params[2].add_(1)
     assert partition.edits() == {2: 1}
+
+
+def test_edits_that_are_accepted_in_the_middle_of_a_write_of_ours_are_accepted() -> None:
+    params = squares()
+    partition = planned(params)
+    with own_writes(partition.flats.values()):  # as the exchange thread does, while the step ends
+        partition.flats[0].flat.add_(1)
+        partition.accept_edits()
+    assert partition.edits() == {}
+
+
+def test_no_thread_sees_a_write_of_ours_before_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = squares()
+    partition = planned(params)
+    raise_versions, seen = torch.autograd.graph.increment_version, list[dict[int, int]]()
+    reader = Thread(target=lambda: seen.append(partition.edits()))
+
+    def raise_and_let_others_read(tensors: Any) -> None:
+        raise_versions(tensors)
+        reader.start()
+        reader.join(0.2)  # it has either read by now, or waits for the count
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", raise_and_let_others_read)
+    with own_writes(partition.flats.values()):
+        partition.flats[0].flat.add_(1)
+    reader.join()
+    assert seen == [{}]
+
+
+def test_a_graph_notices_a_write_of_ours() -> None:
+    params = squares()
+    partition = planned(params)
+    loss = (params[0] @ params[0]).sum()
+    with own_writes(partition.flats.values()):
+        partition.flats[0].flat.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(

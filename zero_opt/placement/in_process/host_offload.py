@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,7 +137,6 @@ class InHost(Mastered):
         self._arrived: Any = None
         self._left: Any = None
         super().__init__(bucket, members, form)
-        self.written = ()  # but host memory
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:  # noqa: ARG002  (in host memory, whichever it is)
         numels = [piece.in_param.numel for piece in self.pieces]
@@ -145,6 +144,10 @@ class InHost(Mastered):
         if self.param_dtype in HALVES and not self.splits:
             return [self._blank(at, torch.float32, HOST) for at in range(len(self.pieces))]
         return self._results
+
+    def own_writes(self, positions: Sequence[int]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Nothing to note: targets are in host memory, and what brings them to the parameters notes that."""
+        return nullcontext()
 
     def fetch(self, grads: SliceGrads) -> None:
         """Enqueue copies of gradients to host memory, and hold their sources until the copies are over."""

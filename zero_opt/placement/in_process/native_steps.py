@@ -16,7 +16,6 @@ from ...kernels.functions import adam_hypers
 from ...kernels.runs import check_arrays, step_runs
 from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
-from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ..adam_rules import STEPPED_KEYS, require_complete, require_fitting, say_fused
 from ..interface import ParamState
@@ -99,7 +98,7 @@ class NativeSteps:
         """
         threads = checked_threads(self._threads)
         grads = [(position, grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32)) for position, grad in grads]
-        with own_writes(unit.written):
+        with unit.own_writes([position for position, _ in grads]):
             if unit.stretches:
                 runs = self._in_stretches(unit, grads, groups, states, grad_scale)
                 step_runs(runs, threads=threads, flush_denormals=self._flush)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +197,9 @@ class DevicePlacement(StretchPlacement[Unit]):
                 _bring_to(part, self._optimizer.state.get(part) or {}, group)
                 part.grad = _scaled(grad, part.dtype, grad_scale)
                 parts.append((part, part if self._apart else part.detach()))
-        with self._make_units.class_threads():
+        with self._make_units.class_threads(), ExitStack() as writing:
+            for work in works:
+                writing.enter_context(work.unit.own_writes(work.positions))
             bare_step(self._optimizer)
             for part, memory in parts:
                 part.grad = None

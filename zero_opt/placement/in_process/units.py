@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels.adam_state import HALVES, prefer_huge_pages
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import FlatParam
+from ...sharding.flat_param import OwnWrites
 from ...system.extension import native_available
 from ..compact_state import PlainForm, form_of, is_compact, stored_form
 from ..interface import ParamState
@@ -37,12 +37,10 @@ class Unit(MasterShard):
         splits: whether a master is the parameter and a remainder.
         compact: whether users see another state than the stored one; such slices are stepped by the kernel alone.
         mastered: what is stepped are masters or copies of parameters, not the parameters themselves.
-        written: parameters that the kernel writes to, and that are followed: its writes are no edits of the user's.
     """
 
     mastered = True
     stepped: list[Tensor]
-    written: Sequence[FlatParam] = ()
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState) -> None:
         super().__init__(*slices_of(bucket, members))
@@ -50,6 +48,13 @@ class Unit(MasterShard):
         self.splits, self.compact = form.master == "split", is_compact(form)
         self._groups = {piece.group for piece in self.pieces}
         self._targets = [self.part(position) for position in range(len(self.pieces))]
+        self._written: tuple[Sequence[int], OwnWrites] = ((), OwnWrites(()))
+
+    def own_writes(self, positions: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which writes to :meth:`target` are ours, not edits of the user's."""
+        if self._written[0] != positions:
+            self._written = positions, OwnWrites(self.flats[position] for position in positions)
+        return self._written[1].ours()
 
     def by_group(self, positions: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the param group, positions) of neighboring slices of one group."""
@@ -153,7 +158,7 @@ class Mastered(Unit):
 
     def __init__(self, bucket: GradBucket, members: Sequence[int], form: AdamState) -> None:
         super().__init__(bucket, members, form)
-        self.stepped, self.written = self._make_stepped(bucket.device), self.flats
+        self.stepped = self._make_stepped(bucket.device)
 
     def _make_stepped(self, device: torch.device) -> list[Tensor]:
         """What is stepped for each slice, not filled yet."""

@@ -279,18 +279,21 @@ def test_a_parameter_written_to_on_every_rank_keeps_the_change() -> None:
 
 
 @as_they_are
-def _same_values(rank: int, world_size: int) -> list[Tensor]:
-    """Rank 0 loads values, and they reach rank 1 through ``.data``, which raises no counter."""
+def _same_values(rank: int, world_size: int, index: int, writer: int) -> list[Tensor]:
+    """One rank loads values, and they reach the other through ``.data``, which raises no counter."""
     with _one_pending(rank) as (optimizer, params):
-        target = params[1] if rank == 0 else params[1].data
+        target = params[index] if rank == writer else params[index].data
         with torch.no_grad():
             target.fill_(0.25)
-        with pytest.raises(zero_opt.StepPending, match=r"parameter 1 .*keeps the change"):
+        with pytest.raises(zero_opt.StepPending, match=rf"parameter {index} .*keeps the change"):
             optimizer.flush()
-        assert (params[1] == 0.25).all()
+        assert (params[index] == 0.25).all()
         return _go_on(optimizer, params, rank)[0]
 
 
-def test_a_parameter_that_has_the_same_new_values_on_all_ranks_keeps_them() -> None:
-    first, second = run_processes(2, _same_values)
+@pytest.mark.parametrize("writer", [0, 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_parameter_that_has_the_same_new_values_on_all_ranks_keeps_them(index: int, writer: int) -> None:
+    """Also where the parameter, or a part of it, is stepped on the rank whose counter shows nothing."""
+    first, second = run_processes(2, _same_values, index, writer)
     assert_bitwise(first, second)
