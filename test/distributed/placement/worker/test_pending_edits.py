@@ -22,11 +22,11 @@ Seen = tuple[list[Tensor], list[float]]
 
 
 @contextmanager
-def _one_pending(rank: int, dtype: torch.dtype = torch.float32) -> Iterator[Any]:
-    """An optimizer after two steps, the second of which is pending and does not use parameter 3; its parameters."""
+def _one_pending(rank: int, dtype: torch.dtype = torch.float32, last: int = 3) -> Iterator[Any]:
+    """An optimizer after two steps, the last of which is pending; number 3 does not use parameter 3. Its parameters."""
     params = make_params(dtype)
     optimizer = make(params, offload=LATER)
-    for step in (1, 3):
+    for step in (1, last):
         optimizer.zero_grad()
         backward(params, step, rank)
         optimizer.step()
@@ -281,7 +281,7 @@ def test_a_parameter_written_to_on_every_rank_keeps_the_change() -> None:
 @as_they_are
 def _same_values(rank: int, world_size: int, index: int, writer: int) -> list[Tensor]:
     """One rank loads values, and they reach the other through ``.data``, which raises no counter."""
-    with _one_pending(rank) as (optimizer, params):
+    with _one_pending(rank, last=2) as (optimizer, params):
         target = params[index] if rank == writer else params[index].data
         with torch.no_grad():
             target.fill_(0.25)
@@ -292,8 +292,8 @@ def _same_values(rank: int, world_size: int, index: int, writer: int) -> list[Te
 
 
 @pytest.mark.parametrize("writer", [0, 1])
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 3])
 def test_a_parameter_that_has_the_same_new_values_on_all_ranks_keeps_them(index: int, writer: int) -> None:
-    """Also where the parameter, or a part of it, is stepped on the rank whose counter shows nothing."""
+    """Cut over both ranks; or stepped on rank 0 alone, whose counter may show nothing."""
     first, second = run_processes(2, _same_values, index, writer)
     assert_bitwise(first, second)
