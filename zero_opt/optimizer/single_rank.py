@@ -61,8 +61,10 @@ class SingleRank(Engine):
             groups = normalized(params)
             try:
                 self.wrapped = config.optimizer_class(groups, **config.defaults)
-            except Exception:
-                require_types(config.optimizer_class, groups, config.defaults)  # torch does not name the argument
+            except ValueError:  # says what is wrong
+                raise
+            except Exception:  # of a type that torch has not expected, which it does not name
+                require_types(config.optimizer_class, groups, config.defaults)
                 raise
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
         self._user: Callable[[], Any] = _no_user
