@@ -29,6 +29,7 @@ from ..placement import Placement
 from ..reduction.consumed_grad import ConsumedGrad
 from ..sharding.flat_param import is_dtensor, own_writes
 from ..sharding.gather import broadcast_shards
+from ..sharding.late_params import await_others
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..sharding.pending_params import PendingParams
 from ..state.guard import marks
@@ -184,6 +185,7 @@ class BetweenSteps(Engine):
                     with adopt_errors():
                         taken = normalized_group(group, known)
                         admit(self._mesh, params_of([taken]))
+                        await_others(self._lagging, params_of([taken]))
                         torch.optim.Optimizer.add_param_group(user, taken)
                         template_of(config.optimizer_class, user.param_groups[known:], config.defaults, known)
                     config.check_params(user.param_groups, self._describe)
@@ -384,6 +386,7 @@ class BetweenSteps(Engine):
                 self._parked.require_here()
                 self.partition.require_fitting()  # what does not fit any more cannot be stepped, whatever is loaded
                 loaded = fitted_state(state_dict, groups, config, strict=strict, whole=False)
+                await_others(self._lagging, self.parts.params)  # of which masters may be taken
                 self.placement.wait()
                 self.placement.require_writable()
             if self.placement.predicts:  # parameters whose master is not in the state are to be the true ones

@@ -47,6 +47,7 @@ from ..reduction import DDPHookReduction, GradShard, OwnRounds
 from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure, norm_dtype
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
+from ..sharding.late_params import await_others
 from ..system.log import log
 from .arguments import check_options
 from .between_steps import BetweenSteps
@@ -140,6 +141,7 @@ class ShardedEngine(BetweenSteps):
             )
         error = error or self._adopt_edits()
         try:
+            await_others(self._lagging, self.parts.params)
             self._follow_moved()
             if error is None:
                 check_options(self._user.param_groups)

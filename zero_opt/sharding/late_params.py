@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import StepPending
+
 #: A context in which late parameters are as all others, on this thread.
 Unwatched = torch._C.DisableTorchFunctionSubclass
 
@@ -47,6 +49,29 @@ _HARMLESS = frozenset(_harmless())
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
 
+_all: weakref.WeakSet[LateParams] = weakref.WeakSet()
+
+
+def await_others(own: LateParams, params: Iterable[Tensor]) -> None:
+    """Return when none of these parameters is late for another reason than ``own``, as another optimizer's step.
+
+    Within an optimizer's calls torch tells of no use, so it asks before it uses the values of parameters.
+
+    Raises:
+        StepPending: another optimizer's step for one is pending.
+    """
+    for late in [late for late in list(_all) if late is not own and len(late)]:
+        if any(map(late.has, params)):
+            try:
+                late.settle()
+            except StepPending as pending:
+                raise StepPending(
+                    "another ShardedOptimizer has a step for the same parameters pending (delay=1): call flush() of "
+                    "that one on every rank first, or close() it (if nothing refers to it any more, gc.collect() ends "
+                    "it)"
+                ) from pending
+
+
 class LateParams:
     """The parameters that are late for one reason.
 
@@ -60,6 +85,7 @@ class LateParams:
         self._classes: dict[type, type] = {}
         self._marked: dict[int, tuple[Tensor, type]] = {}  # by id: a parameter and the class that it had
         weakref.finalize(self, _restore_all, self._marked).atexit = False
+        _all.add(self)
 
     def __len__(self) -> int:
         return len(self._marked)
@@ -75,6 +101,10 @@ class LateParams:
                     late = classes[kind] = _late_class(kind, me)
                 param.__class__ = late
                 marked[id(param)] = (param, kind)
+
+    def has(self, param: Tensor) -> bool:
+        """Return whether a parameter is late for this reason."""
+        return id(param) in self._marked
 
     def clear(self, params: Iterable[Tensor] | None = None) -> None:
         """Make these as they were before, or all."""

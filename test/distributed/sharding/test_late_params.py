@@ -17,7 +17,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import Layers, optimizer_of, slowly
 from test.support.scenario import values
-from test.support.worker_training import NOW
+from test.support.worker_training import LATER, NOW
 
 
 class Pruned(nn.Module):
@@ -193,3 +193,60 @@ def _copy(rank: int, world_size: int) -> bool:
 
 def test_copies_of_the_model() -> None:
     assert run_processes(1, _copy) == [True]
+
+
+def _shared(rank: int, world_size: int, first: bool, second: bool, loads: bool) -> list[Tensor]:
+    """Two optimizers step the same parameters in turn, or one loads a state dict without masters after the other."""
+    slowly(pytest.MonkeyPatch())
+    model = Layers(torch.bfloat16 if loads else torch.float32)
+    optimizers = [optimizer_of(model, late, NOW, reduction=zero_opt.AtStep) for late in (first, second)]
+    saved = torch.optim.AdamW(model.parameters()).state_dict()
+    for step in range(3):
+        model.backward(step)
+        optimizers[0].step()
+        optimizers[1].load_state_dict(saved) if loads else optimizers[1].step()
+        if loads:
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.close()
+    return model.copies()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_waits_for_the_other_one_of_its_parameters(world_size: int, loads: bool) -> None:
+    within = run_processes(world_size, _shared, False, False, loads)
+    for lates in ((True, False), (False, True), (True, True)):
+        assert_bitwise(run_processes(world_size, _shared, *lates, loads), within, str(lates))
+
+
+def _pending(rank: int, world_size: int, late: bool) -> list[Tensor]:
+    """The second optimizer of the same parameters is refused, and changes nothing, while the first one is pending."""
+    model = Layers()
+    first = optimizer_of(model, False, LATER, reduction=zero_opt.AtStep)
+    second = optimizer_of(model, late, NOW, reduction=zero_opt.AtStep)
+    found = []
+    for step in range(2):
+        model.backward(step)
+        first.step()
+        before = model.copies()
+        with pytest.raises(zero_opt.StepPending, match=r"another ShardedOptimizer .*call flush\(\) of that one"):
+            second.step()
+        assert_bitwise(model.copies(), before)
+        first.flush()
+        second.step()
+        second.flush()
+        found += model.copies()
+        first.zero_grad()
+        second.zero_grad()
+    first.close()
+    second.close()
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_of_another_optimizer_that_is_pending_is_named(world_size: int, late: bool) -> None:
+    assert_bitwise(*(run_processes(world_size, _pending, way)[0] for way in (late, False)))
