@@ -61,28 +61,21 @@ def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any
     step = torch.zeros((), dtype=torch.float32, device="cpu")
     state = {"step": step, **_new_arrays(param, form, amsgrad=amsgrad)}
     if param.dtype in HALVES:
-        _add_master(state, param, param.detach().float(), form)
+        _add_master(state, param, None, form)
     return state
 
 
-def _add_master(state: dict[str, Any], param: Tensor, master: Tensor, form: AdamState) -> None:
+def _add_master(state: dict[str, Any], param: Tensor, master: Tensor | None, form: AdamState) -> None:
+    """Add a master to a state, or, without one, the param as its own. The param is not written."""
     if form.master == "split":
-        rounded, remainder = split_master(master)
-        state["remainder"] = _like(param, torch.int16).copy_(remainder)
-        param.copy_(rounded)
+        state["remainder"] = remainder_of(param, master)
     else:
-        state["master"] = _like(param, torch.float32).copy_(master)
+        state["master"] = _like(param, torch.float32).copy_(param.detach() if master is None else master)
 
 
 def _separable_bits(master: Tensor) -> Tensor:
     """Return the bits of an fp32 master that a bf16 param and a remainder can stand for: one NaN alone, as natively."""
     return torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
-
-
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bf16 param and the int16 remainder that an fp32 master is split into, as the kernel splits it."""
-    bits = _separable_bits(master)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def _upper_bits(param: Tensor) -> Tensor:
@@ -286,8 +279,8 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
 
 
 def stored_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
-    """Return a state in torch's form in the form that is asked for; a split master is written to the param too."""
-    state, master = packed_moments(plain, param, form), plain.get("master")
+    """Return a state in torch's form in the form that is asked for. The param is not written."""
+    state = packed_moments(plain, param, form)
     if param.dtype in HALVES:
-        _add_master(state, param, param.detach().float() if master is None else master.float(), form)
+        _add_master(state, param, plain.get("master"), form)
     return state

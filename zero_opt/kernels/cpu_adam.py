@@ -197,8 +197,8 @@ class _NativeStep(torch.optim.Adam):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what any torch Adam or any form of this one has saved, as torch's Adam does.
 
-        A ``master`` is kept in fp32; for a split one the param is written as well. Without one, the param is the
-        master, and a warning says so.
+        The params are not written: load the model too, before or after. A ``master`` counts from the next step on,
+        where the param is what it rounds to then. Without one, the param is the master, and a warning says so.
         """
         fitting: list[tuple[Parameter, Mapping[str, Any]]] = []
         with (

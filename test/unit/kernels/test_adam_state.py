@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
 from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
-from zero_opt.kernels.adam_state import HIGHEST_BASES, joined_master, remainder_of, split_master
+from zero_opt.kernels.adam_state import HIGHEST_BASES, joined_master, remainder_of
 
 FORMS = [
     AdamState(moments, master)
@@ -93,15 +94,16 @@ def test_masters_are_split_and_joined_as_the_kernel_does_it() -> None:
     odd = [0x7FC00000, 0x7FC00001, 0x7F800001, -1, -0x400000, 0x7F800000, -0x800000, 0, -0x80000000, 0x7F7FFFFF, 0x8000]
     master = torch.cat([ordinary, torch.tensor(odd, dtype=torch.int32).view(torch.float32)])
     moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-    upper, lower = split_master(master)
+    quiet = torch.tensor(0x7FC00000, dtype=torch.int32)
+    bits = torch.where(master.isnan(), quiet, master.view(torch.int32))
+    upper, lower = rounded_away(bits.view(torch.float32)), bits.to(torch.int16)
     param, remainder = upper.clone(), master.view(torch.int32).to(torch.int16)  # NaNs have other bits yet
     unchanging = AdamHypers(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True)
     arrays = {"param": param, "remainder": remainder, "grad": torch.zeros_like(master), **moments}
     adam_update_([AdamUpdate(name="p", hypers=unchanging, step=1.0, **arrays)])
     for mine, native in ((upper, param), (lower, remainder), (remainder_of(upper, master), remainder)):
         assert torch.equal(mine.view(torch.int16), native.view(torch.int16))
-    joined, quiet = joined_master(upper, lower).view(torch.int32), torch.tensor(0x7FC00000, dtype=torch.int32)
-    assert torch.equal(joined, torch.where(master.isnan(), quiet, master.view(torch.int32)))
+    assert torch.equal(joined_master(upper, lower).view(torch.int32), bits)
 
 
 def test_fp16_params_with_a_master() -> None:
@@ -155,9 +157,9 @@ def test_loads_what_it_saved_and_goes_on_to_the_bit(form: AdamState) -> None:
     saved = copy.deepcopy(a.state_dict())
     before = copy.deepcopy(saved)
     b.load_state_dict(saved)
-    if form.master != "split":
-        for p, q in zip(ours, others):
-            q.data.copy_(p)
+    for p, q in zip(ours, others):
+        assert not q.any(), "the model is loaded by itself"
+        q.data.copy_(p)
     for seed in range(3, 6):
         assert all(torch.equal(p, q) for p, q in zip(ours, others))
         for some in (ours, others):
@@ -168,6 +170,35 @@ def test_loads_what_it_saved_and_goes_on_to_the_bit(form: AdamState) -> None:
         assert all(torch.equal(one[key], two[key]) for key in one)
     for one, two in zip(saved["state"].values(), before["state"].values()):
         assert all(torch.equal(one[key], two[key]) for key in one), "the dict that was loaded has changed"
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_a_loaded_master_is_as_under_a_sharded_optimizer(master: str) -> None:
+    """Load it and step, where the params are what was saved with it, other values, or loaded after it."""
+    form, found = AdamState(master=master), []
+    ours = params()
+    trained = CPUAdamW(ours, lr=1e-2, state=form)
+    gradients(ours, 0)
+    trained.step()
+    saved = copy.deepcopy(trained.state_dict())
+    for made in (CPUAdamW, partial(zero_opt.ShardedOptimizer, optimizer_class=CPUAdamW, offload=zero_opt.CPUOffload())):
+        for when in ("never", "before", "after"):
+            others = [Parameter(torch.full_like(p, 0.75)) for p in ours]
+            optimizer = made(others, lr=1e-2, state=form)
+            for moment in ("before", "after"):
+                for p, q in zip(ours, others) if when == moment else ():
+                    q.data.copy_(p)
+                if moment == "before":
+                    before = [q.detach().clone() for q in others]
+                    optimizer.load_state_dict(copy.deepcopy(saved))
+                    assert all(torch.equal(p, q) for p, q in zip(before, others))
+            gradients(others, 1)
+            optimizer.step()
+            found.append([*others, *masters(optimizer)])
+            if isinstance(optimizer, zero_opt.ShardedOptimizer):
+                optimizer.close()
+    for alone, sharded in zip(found[:3], found[3:]):
+        assert all(torch.equal(a, b) for a, b in zip(alone, sharded))
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
