@@ -6,10 +6,13 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 CLIENTS := .venv-clients
 NATIVE := $(wildcard native/*/*)
 RANKS ?= 2
+# The torch that development uses, and the oldest that is supported: wheels are tried with both.
+TORCH ?= 2.13.0 2.11.0
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4
 
-.PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-long test-ranks lint types unit crash soak sanitize bench setup clean
+.PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-long test-ranks lint types unit crash soak sanitize bench wheels \
+	test-wheels release setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -80,6 +83,20 @@ sanitize: setup
 
 bench: setup
 	@for script in docs/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# The sdist, and wheels for every CPython of this machine, x86-64 and aarch64, in dist/: takes five minutes.
+wheels: setup
+	$(BIN)/python -m release.build dist
+	$(BIN)/python -m release.audit dist
+
+# Each of these wheels in environments that have nothing else but torch, whose builds may have several GB.
+test-wheels: setup
+	$(BIN)/python -m release.clean_install dist $(TORCH)
+
+# All steps of a release but its upload: make release VERSION=0.1.0
+release: setup
+	$(PIP) twine
+	$(BIN)/python -m release $(VERSION) $(TORCH)
 
 # The extension is compiled while torch is fetched.
 setup: $(VENV)/.builders

@@ -28,6 +28,8 @@ EXACT_MATHS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-mat
 # Without debug information, which Python's own flags ask for: it would be nine tenths of the extension.
 CXX = ["-std=c++17", "-fvisibility=hidden", "-g0"]
 HEADERS = sorted(glob.glob("native/*/*.hpp") + glob.glob("native/*/*.inl"))
+# What others may look up in the extension: pybind11's own classes would else be those of whoever was loaded before.
+EXPORTED = "native/bindings/exported.map"
 # All but those of the per-ISA libraries.
 SOURCES = sorted(set(glob.glob("native/*/*.cpp")) - set(glob.glob("native/kernels/isa_*.cpp")))
 ISA_FLAGS = {
@@ -61,8 +63,8 @@ def extension() -> Extension:
         include_dirs=["native", pybind11.get_include()],
         define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off", "-pthread"],
-        extra_link_args=["-pthread", "-Wl,-s"],
-        depends=HEADERS,
+        extra_link_args=["-pthread", "-Wl,-s", f"-Wl,--version-script={EXPORTED}"],
+        depends=[*HEADERS, EXPORTED],
         language="c++",
     )
 

@@ -377,7 +377,7 @@ def repeated_names(modules: Mapping[str, ast.Module]) -> Iterator[tuple[str, Fin
 
 def source_files(root: Path) -> list[Path]:
     """Every file that the limits are for."""
-    python = [path for folder in (PACKAGE, "test", "docs") for path in (root / folder).rglob("*.py")]
+    python = [path for folder in (PACKAGE, "test", "docs", "release") for path in (root / folder).rglob("*.py")]
     native = [path for pattern in ("*.cpp", "*.hpp", "*.inl") for path in (root / "native").rglob(pattern)]
     return sorted([*python, *native, root / "setup.py"])
 
