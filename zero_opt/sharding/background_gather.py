@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..comm.exchange import Exchange, Ident
 from ..comm.waits_beside import outcome
-from ..errors import ConfigError, ProcessGroupError, StepFailed
+from ..errors import ConfigConflict, ConfigError, ProcessGroupError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.inference_mode import outside_inference_mode
 from ..system.stages import CallStages, Lane
@@ -22,6 +23,8 @@ from .gather import ParamGather
 from .late_params import LateParams, Unwatched
 from .partition import Partition
 
+# Where torch.jit.script asks for a hook's name.
+_SCRIPTS = "torch.jit._recursive"
 _gathers: weakref.WeakSet[BackgroundGather] = weakref.WeakSet()
 
 
@@ -273,6 +276,15 @@ class _Hook:
             with outside_inference_mode():
                 self._act(gather, module)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__" and sys._getframe(1).f_globals.get("__name__") == _SCRIPTS:
+            raise ConfigConflict(
+                "torch.jit.script cannot compile the hooks by which forwards wait for parameters "
+                "(overlap_param_gather): script the model after opt.close(), or leave overlap_param_gather out; "
+                "torch.compile needs neither"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def __reduce__(self) -> Any:
         return _Hook, ()
 
@@ -286,7 +298,17 @@ def _forget_compiled() -> None:
 
 
 def check_held(model: nn.Module, params: Iterable[torch.Tensor], describe: Callable[[int], str]) -> None:
-    """Raise ConfigError, naming it, for one of all parameters that is not in the model whose forward waits for them."""
+    """Raise an error unless the forwards of the model can wait for all parameters.
+
+    Raises:
+        ConfigError: a parameter, which is named, is not in the model. ConfigConflict: a module takes no hooks.
+    """
+    for name, module in model.named_modules():
+        if type(module).register_forward_pre_hook is not nn.Module.register_forward_pre_hook:
+            raise ConfigConflict(
+                f"overlap_param_gather: module {name!r} is of torch.jit.script, which takes none of the hooks by which "
+                "forwards wait for parameters; give a model that is not scripted, or leave overlap_param_gather out"
+            )
     held = set(model.parameters())
     for index, param in enumerate(params):
         if param not in held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -207,3 +208,32 @@ def _read_in_a_fork(rank: int, world_size: int) -> None:
 
 def test_a_forward_in_a_fork_does_not_wait_for_what_cannot_come() -> None:
     run_processes(2, _read_in_a_fork)
+
+
+def _scripted(rank: int, world_size: int) -> list[str]:
+    """torch.jit.script of a model whose forwards wait, and an optimizer of a model that is scripted."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch.jit
+    model, x, said = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.ones(2, 8), []
+    policy = zero_opt.Overlapped(overlap_param_gather=model)
+    opt = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=policy)
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+    with pytest.raises(zero_opt.ConfigConflict) as caught:
+        torch.jit.script(model)
+    said.append(str(caught.value))
+    hook = next(iter(model._forward_pre_hooks.values()))
+    assert not hasattr(hook, "__name__")
+    opt.close()
+    scripted = torch.jit.script(model)
+    assert torch.equal(scripted(x), model(x))
+    policy = zero_opt.Overlapped(overlap_param_gather=scripted)
+    with pytest.raises(zero_opt.ConfigConflict) as caught:
+        zero_opt.ShardedOptimizer(scripted.parameters(), torch.optim.AdamW, reduction=policy)
+    return [*said, str(caught.value)]
+
+
+def test_scripted_models_are_refused_with_the_way_out() -> None:
+    for compiled, given in run_processes(2, _scripted):
+        assert compiled.startswith("torch.jit.script cannot compile the hooks") and "opt.close()" in compiled
+        assert "is of torch.jit.script, which takes none of the hooks" in given
