@@ -13,6 +13,12 @@ from torch._C._distributed_c10d import GradBucket as DDPBucket
 from ..comm.groups import Group
 from ..state.state_dict import StateDict, StatesByIndex
 
+# What the log says of a step, once.
+MET_NONE = (
+    "a step() met no gradient on any rank, and changed nothing; if fully_shard(), load_state_dict(assign=True) or a "
+    "wrapper has replaced the model's parameters, the optimizer has the old ones: construct it after that"
+)
+
 
 class Engine(Protocol):
     """Steps the user's parameters, and keeps their optimizer state.

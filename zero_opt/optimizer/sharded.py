@@ -53,6 +53,7 @@ from .arguments import check_options
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .hyperparameters import moves_nothing
+from .interface import MET_NONE
 from .join import ends_join, follow_hypers
 from .loss_scale import inverse_scale, leaves_scaled, overflowed, tell_scaler
 from .one_call import one_call
@@ -62,6 +63,8 @@ _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 class ShardedEngine(BetweenSteps):
     """The engine that reduces gradients, steps this rank's shards, and gathers the parameters; see the module."""
+
+    _met_none = False  # whether a step has met no gradient, which the log says once
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -268,11 +271,9 @@ class ShardedEngine(BetweenSteps):
                 failure raise StepFailed later.
         """
         failure, count = self._guard.failure, self.count
-        if count.step == 0 and not agreed.used:
-            log.warning(
-                "the first step() met no gradient on any rank, and changed nothing; if fully_shard() or another "
-                "wrapper has replaced the model's parameters, construct the optimizer after it"
-            )
+        if not (agreed.used or self._met_none):
+            self._met_none = True
+            log.warning(MET_NONE)
         self.reduction.end_step()
         count.step, count.epoch, self.join_notified = count.step + 1, 0, False
         self._groups.control.in_step(count.step)

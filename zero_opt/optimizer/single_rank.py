@@ -22,11 +22,12 @@ from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure
 from ..state.state_dict import StateDict, StatesByIndex, copied
+from ..system.log import log
 from .arguments import adopt_errors
 from .config import Config
 from .dtensors.mesh_params import MeshParams, admit
 from .hyperparameters import require_types
-from .interface import Engine
+from .interface import MET_NONE, Engine
 from .loading import fitted_state
 from .offload_state import Parked
 
@@ -49,6 +50,7 @@ class SingleRank(Engine):
     wrapped: torch.optim.Optimizer
     skips = 0
     unscales = False
+    _met_none = False  # whether a step has met no gradient, which the log says once
 
     def __init__(self, config: Config, params: Iterable[Any], parked: Parked, mesh: MeshParams | None = None) -> None:
         if config.checks.nonfinite == "skip" and needs_closure(config.optimizer_class):
@@ -108,6 +110,10 @@ class SingleRank(Engine):
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         self._parked.require_here()
         wrapped = self._current()
+        if closure is None and not self._met_none:
+            self._met_none = all(param.grad is None for group in wrapped.param_groups for param in group["params"])
+            if self._met_none:
+                log.warning(MET_NONE)
         if not self._prepares:
             return bare_step(wrapped, closure, **options)
         losses: list[Any] = [None]

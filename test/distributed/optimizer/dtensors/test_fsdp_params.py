@@ -135,8 +135,8 @@ def test_dtensors_that_cannot_be_followed() -> None:
     run_processes(2, _refused_over_dtensors)
 
 
-def _left_behind(rank: int, world_size: int) -> list[list[str]]:
-    """What is logged in the first two steps of an optimizer whose model has other parameters, and of another one."""
+def _left_behind(rank: int, world_size: int, offload: Any, before: int, way: str) -> list[list[str]]:
+    """What is logged in two steps of an optimizer whose model has other parameters since, and of another one."""
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -144,21 +144,28 @@ def _left_behind(rank: int, world_size: int) -> list[list[str]]:
     found = []
     for replaced in (True, False):
         net = Net()
-        opt = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, offload=OFFLOADS["host"])
-        if replaced:
-            fully_shard(net, mesh=mesh_of((world_size,)))
-        for step in range(2):
+        opt = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, offload=offload)
+        for step in range(before + 2):
+            if replaced and step == before and way == "fully_shard":
+                fully_shard(net, mesh=mesh_of((world_size,)))
+            elif replaced and step == before:
+                net.load_state_dict({key: value.clone() for key, value in net.state_dict().items()}, assign=True)
             backward(net, step, rank)
             opt.step()
+            opt.zero_grad()
         opt.close()
         found.append([*records])
         records.clear()
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_lost_its_optimizer_is_mentioned_once(world_size: int) -> None:
-    for replaced, usual in run_processes(world_size, _left_behind):
+@pytest.mark.parametrize("way", ["fully_shard", "assign"])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(("world_size", "offload"), [(1, None), (1, OFFLOADS["host"]), (2, None)])
+def test_a_model_that_lost_its_optimizer_is_mentioned_once(
+    world_size: int, offload: Any, before: int, way: str
+) -> None:
+    for replaced, usual in run_processes(world_size, _left_behind, offload, before, way):
         assert ["met no gradient on any rank" in said for said in replaced] == [True] and not usual
 
 
