@@ -283,7 +283,7 @@ class _Hook:
                 "(overlap_param_gather): script the model after opt.close(), or leave overlap_param_gather out; "
                 "torch.compile needs neither"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return object.__getattribute__(self, name)  # which raises
 
     def __reduce__(self) -> Any:
         return _Hook, ()
