@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 
 import zero_opt
 from test.support.actors import OVERLAPPED
-from test.support.harness import run_processes
+from test.support.harness import assert_bitwise, run_processes
 
 
 def _refused(param: Tensor, optimizer: zero_opt.ShardedOptimizer, scaler: torch.amp.GradScaler) -> str:
@@ -177,3 +177,28 @@ def _beside_a_rank_without_inputs(rank: int, world_size: int) -> float:
 
 def test_at_step_a_rank_without_inputs_leaves_out_the_others_overflow() -> None:
     assert run_processes(2, _beside_a_rank_without_inputs) == [0.75] * 2
+
+
+def _clipped(rank: int, world_size: int, offload: Any, scale: float) -> list[Tensor]:
+    """fp16 parameters with fp32 masters, clipped in the step, after torch has refused to unscale before it."""
+    param = torch.nn.Parameter(torch.linspace(-2, 2, 100).half())
+    precision = zero_opt.MixedPrecision(master_dtype=None if offload else torch.float32)
+    optimizer = zero_opt.ShardedOptimizer(
+        [param], torch.optim.SGD, lr=0.5, offload=offload, precision=precision, max_grad_norm=1.0
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for _ in range(3):
+        scaler.scale(param.float().square().sum() / 2).backward()
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach()]
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["none", "cpu"])
+def test_fp16_gradients_are_unscaled_and_clipped_in_the_step(offload: Any) -> None:
+    plain, scaled = (run_processes(2, _clipped, offload, scale) for scale in (1.0, 64.0))
+    assert_bitwise(scaled, plain)
