@@ -16,7 +16,6 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,21 +105,14 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     engine: Any = optimizer._engine
     selects = isinstance(engine.placement, SelectivePlacement)
     home = engine.placement._inner if selects else engine.placement
-    whole = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-    step, set_stretches = home.step, getattr(home, "set_stretches", None)
-
-    def counted(index: int, stretches: Sequence[Any], gradients: int) -> None:
-        outcome.work += sum(stretch.stop - stretch.start for stretch in stretches)
-        set_stretches(index, stretches, gradients)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    work, step = sum(param.numel() for param in params if param.dim() >= 2 or not selects), home.step
 
     def counted_step(*args: Any) -> Any:
-        outcome.work += whole
+        outcome.work += work
         return step(*args)
 
-    if home is engine.placement:
-        home.step = counted_step
-    else:
-        home.set_stretches = counted
+    home.step = counted_step
 
 
 def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:

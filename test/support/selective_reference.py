@@ -100,8 +100,9 @@ class Reference:
             self.flush()
 
     def clear(self) -> None:
-        """Forget what was stepped; what is selected and what waits stays."""
+        """Forget what was stepped and what waits; what is selected stays."""
         for found, _ in self.all:
+            found.waiting = []
             found.counts.zero_()
             found.stepped = False
             for key in MOMENTS:

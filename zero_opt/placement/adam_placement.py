@@ -14,7 +14,7 @@ from ..sharding.buckets import GradBucket
 from .adam_rules import check_fused, require_fitting, say_without_masters
 from .adam_shard import StateShard
 from .compact_state import require_own_master, require_squares_of
-from .interface import ParamState, StretchPlacement
+from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
 from .read_through import ReadThrough
 
@@ -31,7 +31,7 @@ ShardT = TypeVar("ShardT", bound=StateShard)
 StepT = TypeVar("StepT", bound=PendingStep)
 
 
-class NativePlacement(StretchPlacement[ShardT], Generic[ShardT, StepT]):
+class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
     """A placement whose state lies in arrays away from the parameters, one :class:`StateShard` per bucket.
 
     Subclasses say where the arrays lie, and how a step is taken and brought in.

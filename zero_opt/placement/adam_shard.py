@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
 from .compact_state import PlainForm, form_of, is_compact, stored_form
 from .interface import ParamState
-from .masters import MasterShard, Stretch, slices_of
+from .masters import MasterShard, slices_of
 from .read_through import ReadThrough
 
 
@@ -191,13 +191,6 @@ class StateShard(MasterShard):
             label = self.flats[position].label
             raise StateDictError(f"the step count of {label} must be a number from 0, and is {number - 1}")
         return number
-
-    def stretches_of(self, position: int) -> Sequence[Stretch]:
-        """What of a slice is stepped, and at which step counts."""
-        if position in self.stretches:
-            return self.stretches[position]
-        next_step = self.next_step(position, float(self.steps[position] + 1))
-        return [Stretch(0, self.pieces[position].in_shard.numel, next_step - 1)]
 
     def has_maximum(self) -> bool:
         """Whether there is a place for amsgrad's state."""

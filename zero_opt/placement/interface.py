@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ZeroOptError
 from ..reduction.interface import GradShard, used_buckets
 from ..sharding.buckets import GradBucket
-from .masters import MasterShard, Stretch
+from .masters import MasterShard
 from .read_through import ReadThrough
 
 ParamState = MutableMapping[str, Any]
@@ -177,8 +177,8 @@ class Placement(ABC):
 SlicesT = TypeVar("SlicesT", bound=MasterShard)
 
 
-class StretchPlacement(Placement, Generic[SlicesT]):
-    """A placement whose slices are held by shards or units, and that can be told to step parts of slices.
+class SlicePlacement(Placement, Generic[SlicesT]):
+    """A placement whose slices are held by shards or units, and that can be told of how many gradients it gets a mean.
 
     So another placement can be built around it.
     """
@@ -202,13 +202,10 @@ class StretchPlacement(Placement, Generic[SlicesT]):
         for slices, position in self._places.values():
             slices.flats[position].load()
 
-    def set_stretches(self, index: int, stretches: Sequence[Stretch], gradients: int) -> None:
-        """Step this rank's slice of a parameter in these stretches from the next step on, and nothing else of it.
+    def step_by_mean_of(self, index: int, gradients: int) -> None:
+        """From the next step on, take a gradient of a parameter's slice for the mean of so many.
 
-        Their counts are the caller's to keep; each step needs them anew. Given while no step is pending.
-
-        Args:
-            gradients: how many gradients the slice's gradient is the mean of, see :meth:`AdamHypers.for_mean_of`.
+        See :meth:`AdamHypers.for_mean_of`. Given while no step is pending.
         """
         slices, position = self._places[index]
-        slices.stretches[position], slices.gradients[position] = stretches, gradients
+        slices.gradients[position] = gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, own_writes
 from ..system.extension import native_available
-
-
-class Stretch(NamedTuple):
-    """Elements ``start`` to ``stop`` (exclusive) of a slice. Their next step has the number ``steps`` + 1, an fp32."""
-
-    start: int
-    stop: int
-    steps: float
 
 
 def slices_of(bucket: GradBucket, members: Iterable[int] | None = None) -> tuple[list[ParamSlice], list[FlatParam]]:
@@ -126,13 +118,11 @@ class MasterShard(FollowedParams, ABC):
     """Slices and their masters, which follow the parameters.
 
     Attributes:
-        stretches: by position, of slices that are not stepped as a whole.
         gradients: of how many the gradient of each slice is the mean.
     """
 
     def __init__(self, pieces: Sequence[ParamSlice], flats: Sequence[FlatParam]) -> None:
         super().__init__(pieces, flats)
-        self.stretches: dict[int, Sequence[Stretch]] = {}
         self.gradients = [1] * len(pieces)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 

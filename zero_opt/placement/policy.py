@@ -19,7 +19,7 @@ from ..sharding.buckets import GradBucket
 from ..system.devices import HOST, is_host
 from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
 from .compact_state import is_compact
-from .interface import Placement, StretchPlacement
+from .interface import Placement, SlicePlacement
 from .memory import MemoryInputs, Tally
 
 OffloadT = TypeVar("OffloadT")
@@ -208,7 +208,7 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
                 )
 
     @abstractmethod
-    def build(self, group: Group) -> StretchPlacement[Any]: ...
+    def build(self, group: Group) -> SlicePlacement[Any]: ...
 
 
 class AdamPolicy(SinglePlacePolicy[OffloadT]):

@@ -105,7 +105,7 @@ class GradBucket:
     """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
 
     Attributes:
-        layout: the plan. slices: this rank's parameter slices.
+        layout: the plan. rank: this one. slices: this rank's parameter slices.
         params: the bucket's parameters, in bucket order.
         pieces: in how many it is reduced, where it has a lane. first_piece: how many the buckets before it have.
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
@@ -126,7 +126,7 @@ class GradBucket:
         accumulate_dtype: torch.dtype | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.layout, self.params = layout, params
+        self.layout, self.params, self.rank = layout, params, rank
         self.slices = layout.slices(rank)
         position_of = {index: position for position, index in enumerate(layout.params)}
         self._own = [(position_of[piece.param], piece) for piece in self.slices]

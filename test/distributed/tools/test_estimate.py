@@ -156,9 +156,9 @@ FILE = [
 
 
 # What there is in host memory that is not in a worker's arena.
-OUTSIDE = ("step", "gradients that wait", "copies of columns", "columns")
+OUTSIDE = ("step", "gradients that wait", "columns")
 SELECTIVE = zero_opt.Selective(0.25, update_interval=2)
-WIDE: Shapes = ((64, 512), (40, 30), (65,), (), (3, 5, 7, 2))
+ROWS: Shapes = ((512, 64), (40, 32), (65,), (), (3, 5, 7, 2))
 COLUMNS = [
     Config(torch.optim.AdamW, shapes=EVEN, offload=zero_opt.CPUOffload(selective=SELECTIVE), defaults=FUSED),
     Config(
@@ -172,7 +172,7 @@ COLUMNS = [
     Config(
         torch.optim.AdamW,
         zero_opt.AlreadyReduced(),
-        WIDE,
+        ROWS,
         torch.bfloat16,
         offload=zero_opt.WorkerOffload(delay=1, threads=1, selective=SELECTIVE),
         defaults=FUSED,
@@ -219,15 +219,14 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
 def held_by_columns(placement: Any) -> dict[str, int]:
     """What is shown as state is put together when it is read; here is what it is put together from."""
     states = [state for part in (placement._inner, placement._small) for _, state in part.state()]
-    slices = [found for shard in placement._shards.values() for found in shard.slices]
-    compact = [found.selected_state for found in slices]
+    slices = placement._slices.values()
+    compact = [found.selected for found in slices]
     return {
         "state": nbytes(value for state in states for value in state.values())
         + nbytes(value for state in compact for key, value in state.items() if key != "param"),
         "selected masters": nbytes(state["param"] for state in compact if state),
-        "means": sum(shard.home.shard_nbytes for shard in placement._shards.values()),
-        "copies": nbytes(home.param for shard in placement._shards.values() for home in shard.home.params),
-        "columns": nbytes(tensor for found in slices for tensor in (found.counts, found.chosen, found.order)),
+        "means": sum(home.shard_nbytes for home in placement._homes.values()),
+        "columns": sum(found.columns.nbytes for found in slices),
     }
 
 
@@ -265,7 +264,7 @@ def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
     if "selected masters" in found:
         told["selected masters"] = rows.get("selected columns", 0)
         told["means"] = rows.get("means of gradients", 0)
-        told["copies"], told["columns"] = rows.get("copies of columns", 0), rows.get("columns", 0)
+        told["columns"] = rows.get("columns", 0)
     if config.dtype is not torch.float32:
         told["state"] += estimated.nbytes("masters") - told.get("selected masters", 0)  # shown there too
     assert told == {**dict.fromkeys(told, 0), **found}, config

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import is_
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...errors import StateDictError
 from ...kernels.adam_state import ROLES, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
 from ...kernels.functions import adam_hypers
-from ...kernels.runs import check_arrays, step_runs
+from ...kernels.runs import check_arrays
 from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
 from ...system.devices import HOST
@@ -99,41 +100,16 @@ class NativeSteps:
         threads = checked_threads(self._threads)
         grads = [(position, grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32)) for position, grad in grads]
         with unit.own_writes([position for position, _ in grads]):
-            if unit.stretches:
-                runs = self._in_stretches(unit, grads, groups, states, grad_scale)
-                step_runs(runs, threads=threads, flush_denormals=self._flush)
-                return
             segments = unit.by_group([position for position, _ in grads])
             batches, stop = list[tuple[Any, slice]](), 0
             for number, positions in segments:
-                start, stop = stop, stop + len(positions)
-                batches.append((adam_hypers(groups[number]).for_kernel(grad_scale), slice(start, stop)))
+                for gradients, alike in groupby(positions, unit.gradients.__getitem__):
+                    start, stop = stop, stop + len(list(alike))
+                    hypers = adam_hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale)
+                    batches.append((hypers, slice(start, stop)))
             amsgrad = [groups[number]["amsgrad"] for number, positions in segments for _ in positions]
             slots = self._batch(unit, grads, amsgrad, states)
             slots.step([grad for _, grad in grads], batches, threads=threads, flush_denormals=self._flush)
-
-    def _in_stretches(
-        self,
-        unit: Unit,
-        grads: SliceGrads,
-        groups: Sequence[Mapping[str, Any]],
-        states: StatesByTensor,
-        grad_scale: float,
-    ) -> list[tuple[Any, list[Slot]]]:
-        """Runs with gradients to be stepped by, and their hyperparameters, where some slices have stretches."""
-        batches: dict[tuple[int, int], list[Slot]] = {}
-        for position, grad in grads:
-            number = unit.pieces[position].group
-            slots = batches.setdefault((number, unit.gradients[position]), [])
-            if position in unit.stretches:
-                slots.extend(self._stretches(unit, position, grad, groups[number], states))
-            else:
-                slots.append(self._slot(unit, position, grad, states, amsgrad=groups[number]["amsgrad"]))
-                slots[-1].set_grad(grad)
-        return [
-            (adam_hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale), slots)
-            for (number, gradients), slots in batches.items()
-        ]
 
     def _batch(self, unit: Unit, grads: SliceGrads, amsgrad: list[bool], states: StatesByTensor) -> SlotBatch:
         """The kept runs of slices, which fit their gradients; ``amsgrad``: of each."""
@@ -171,20 +147,6 @@ class NativeSteps:
                 _require_steppable(unit, position, state)
                 raise
         return slot
-
-    def _stretches(
-        self, unit: Unit, position: int, grad: Tensor, group: Mapping[str, Any], states: StatesByTensor
-    ) -> Iterator[Slot]:
-        """One run per stretch of a 1-D slice that has state."""
-        state, target = states[unit.stepped[position]], unit.target(position)
-        for start, stop, count in unit.stretches[position]:
-            where = slice(start, stop)
-            arrays = {key: value[where] for key, value in state.items() if key != "step"}
-            arrays["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
-            amsgrad, label = group["amsgrad"], unit.flats[position].label
-            slot = Slot(label, arrays, target[where], grad[where], amsgrad=amsgrad)
-            slot.set_grad(grad[where])
-            yield slot
 
     def _require_apart(self, unit: Unit) -> None:
         """Of a unit that has not been stepped yet, see that its threads will not write to the same memory."""

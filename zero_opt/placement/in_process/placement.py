@@ -18,7 +18,7 @@ from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.same_objects import SameObjects
 from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
 from ..compact_state import require_own_master, require_squares_of
-from ..interface import ParamState, StretchPlacement
+from ..interface import ParamState, SlicePlacement
 from ..read_through import ReadThrough
 from .native_steps import NativeSteps
 from .units import DeviceUnits, SliceGrads, Unit
@@ -40,7 +40,7 @@ class Work(NamedTuple):
         return [position for position, _ in self.grads]
 
 
-class DevicePlacement(StretchPlacement[Unit]):
+class DevicePlacement(SlicePlacement[Unit]):
     """Steps what units make of this rank's slices: the parameters in place, masters beside them, or copies elsewhere.
 
     Args:

@@ -33,7 +33,7 @@ class Unit(MasterShard):
     Attributes:
         members: positions of the slices among this rank's of the bucket.
         stepped: what an optimizer has for a slice: in the parameter's shape where the slice is whole, else 1-D.
-        form: what the native kernel keeps of a slice. Slices that are stepped in stretches are stepped by it alone.
+        form: what the native kernel keeps of a slice.
         splits: whether a master is the parameter and a remainder.
         compact: whether users see another state than the stored one; such slices are stepped by the kernel alone.
         mastered: what is stepped are masters or copies of parameters, not the parameters themselves.

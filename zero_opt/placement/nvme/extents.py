@@ -84,22 +84,13 @@ class Segment(NamedTuple):
     """The part of a slice that lies in a window, in elements.
 
     Attributes:
-        where: in the window's arrays. at: in the slice. steps: done, where that is known.
+        where: in the window's arrays. at: in the slice.
     """
 
     shard: FileShard
     position: int
     where: slice
     at: slice
-    steps: float = 0.0
-
-    def stretches(self) -> Iterator[Segment]:
-        """What of it is stepped, each part at one step count."""
-        for start, stop, count in self.shard.stretches_of(self.position):
-            first, last = max(start, self.at.start), min(stop, self.at.stop)
-            if first < last:
-                where = slice(self.where.start + first - self.at.start, self.where.start + last - self.at.start)
-                yield self._replace(where=where, at=slice(first, last), steps=count)
 
     @property
     def slice_key(self) -> tuple[int, int]:

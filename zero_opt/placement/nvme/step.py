@@ -50,6 +50,7 @@ class FileStep:
         self._used: dict[int, tuple[FileShard, list[int]]] = {}
         self.used = self._used.values()
         self._grads: dict[tuple[int, int], Tensor] = {}
+        self._numbers: dict[tuple[int, int], float] = {}
         self._following: set[tuple[int, int]] = set()
         self._dropped: set[tuple[int, int]] = set()
         for grad_shard in grads:
@@ -60,14 +61,15 @@ class FileStep:
                 grad, key = grad_shard.grads[position], (shard.index, position)
                 assert grad is not None
                 self._grads[key] = shard.flat_grad(position, grad)
+                self._numbers[key] = shard.next_step(position, float(shard.steps[position] + 1))
                 if shard.to_read(position):
                     self._following.add(key)
                 shard.follow(position)
         used = []
         for window, parts in windows:
-            stretches = [piece for part in parts if part.slice_key in self._grads for piece in part.stretches()]
-            if stretches:
-                self.segments[window.number] = stretches
+            stepped = [part for part in parts if part.slice_key in self._grads]
+            if stepped:
+                self.segments[window.number] = stepped
                 used.append(window)
         self.windows = WindowPass(used, buffers, disk)
 
@@ -111,7 +113,7 @@ class FileStep:
         return AdamUpdate(
             name=shard.flats[part.position].label,
             hypers=hypers.for_mean_of(shard.gradients[part.position]),
-            step=part.steps + 1,
+            step=self._numbers[part.slice_key],
             param=master,
             grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),
             out=out,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...errors import quoted
 from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
-from ..interface import ParamState
 from ..read_through import MadeState
-from .column_shard import ColumnShard
+from .column_slice import ColumnSlice
 from .schedule import Schedule
 
 _WINDOW_NUMBERS = 5  # the position of the schedule, and how many gradients wait
@@ -72,19 +71,14 @@ class SavedColumns(MadeState):
     ``step`` is the largest count of any column. There are the ``COLUMN_KEYS`` besides;
     ``waiting`` only while gradients wait; ``window`` is the position of the schedule and the number of gradients in
     ``waiting``, fp64.
-
-    Args:
-        home_of: the state as the placement has it.
     """
 
-    def __init__(
-        self, shard: ColumnShard, position: int, schedule: Schedule, home_of: Callable[[], ParamState]
-    ) -> None:
-        self._shard, self._position, self._schedule, self._home_of = shard, position, schedule, home_of
+    def __init__(self, column_slice: ColumnSlice, schedule: Schedule) -> None:
+        self._slice, self._schedule = column_slice, schedule
 
     def __iter__(self) -> Iterator[str]:
-        waiting = [WAITING] if self._shard.slices[self._position].gathered else []
-        yield from (*self._home_of(), COLUMN_STEPS, COLUMN_SELECTED, *waiting, WINDOW)
+        waiting = [WAITING] if self._slice.gathered else []
+        yield from (*self._slice.home, COLUMN_STEPS, COLUMN_SELECTED, *waiting, WINDOW)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -94,26 +88,19 @@ class SavedColumns(MadeState):
         return sum(value.nbytes for value in self.values() if isinstance(value, Tensor))
 
     def __getitem__(self, key: str) -> Any:
-        column_slice, shape = self._shard.slices[self._position], self._shard.flats[self._position].shape
+        column_slice, per_column = self._slice, column_shape(self._slice.flat.shape)
         if key == "step":
             return column_slice.counts.max()
         if key == COLUMN_STEPS:
-            return column_slice.counts.view(column_shape(shape)).clone()
+            return column_slice.counts.view(per_column)
         if key == COLUMN_SELECTED:
-            selected = torch.zeros(column_shape(shape), dtype=torch.bool, device="cpu")
-            selected.view(-1)[column_slice.chosen] = True
+            selected = torch.zeros(per_column, dtype=torch.bool, device="cpu")
+            selected.view(-1)[column_slice.columns.chosen] = True
             return selected
         if key == WINDOW:
             return torch.tensor([*self._schedule.position(), column_slice.gathered], dtype=torch.float64, device="cpu")
         if key == WAITING and column_slice.gathered:
-            return self._shard.shaped(column_slice.waiting.clone(), self._position)
-        home = self._home_of()
-        if key not in home:
+            return column_slice.shaped(column_slice.waiting.clone(), 0)
+        if key not in column_slice.home:
             raise KeyError(key)
-        return self._shard.shaped(self._shard.value(self._position, key, home), self._position)
-
-
-def is_trusted(saved: Mapping[str, Any]) -> bool:
-    """Whether the extra keys belong to the state: an optimizer that ignores them may have stepped it since."""
-    counts = saved.get(COLUMN_STEPS)
-    return isinstance(counts, Tensor) and counts.numel() > 0 and float(counts.max()) == float(saved.get("step", -1.0))
+        return column_slice.value(key)

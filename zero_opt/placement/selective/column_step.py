@@ -1,8 +1,8 @@
-"""One Adam step of the selected columns of a slice, on the device where its parameter is."""
+"""One Adam step of selected columns, on the device where their parameter is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,55 +15,40 @@ from ...kernels.adam_state import MAXIMUM
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.functions import adam_hypers
 from ..adam_rules import state_keys
-from .column_shard import ColumnSlice
 
 
-def step_columns(
-    column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any], grad_scale: float, update: Callable[..., int]
+def step_selected(
+    arrays: Mapping[str, Tensor],
+    grad: Tensor,
+    number: float,
+    group: Mapping[str, Any],
+    grad_scale: float,
+    update: Callable[..., int],
 ) -> None:
-    """Step the selected columns, by the native kernel in host memory, elsewhere by torch's fused one.
+    """Step by the native kernel in host memory, elsewhere by torch's fused one.
 
     Args:
-        grad: of the slice, (numel,).
-        update: :func:`adam_update_` with the user's options.
+        arrays: "param", the master, and moments; fp32, as large as the gradient.
+        number: of the step. update: :func:`adam_update_` with the user's options.
     """
-    if group["amsgrad"] and MAXIMUM not in column_slice.selected_state:
+    amsgrad, hypers = bool(group["amsgrad"]), adam_hypers(group)
+    if amsgrad and MAXIMUM not in arrays:
         raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-    taken = column_slice.take(grad, column_slice.selected)
-    if taken.dtype not in GRAD_DTYPES:
-        taken = taken.float()
-    if not taken.is_cpu:
-        _step_on_device(column_slice, taken.float().mul_(grad_scale), group)
+    used = {role: arrays[role] for role in ("param", *state_keys(amsgrad=amsgrad))}
+    if grad.is_cpu:
+        taken = grad if grad.dtype in GRAD_DTYPES else grad.float()
+        named = AdamUpdate(name="selected columns", hypers=hypers, step=number, grad=taken, **used)
+        update([named], grad_scale=grad_scale)
         return
-    hypers = adam_hypers(group)
-    updates = [
-        AdamUpdate(name="selected columns", hypers=hypers, step=count + 1, **part)
-        for count, part in _stretch_parts(column_slice, taken, amsgrad=bool(group["amsgrad"]))
-    ]
-    update(updates, grad_scale=grad_scale)
-
-
-def _stretch_parts(
-    column_slice: ColumnSlice, grad: Tensor, *, amsgrad: bool
-) -> Iterator[tuple[float, dict[str, Tensor]]]:
-    """(steps done, gradient and state) of columns with one step count."""
-    roles = ("param", *state_keys(amsgrad=amsgrad))
-    for start, stop, count in column_slice.stretches(column_slice.selected):
-        state = {role: column_slice.selected_state[role][start:stop] for role in roles}
-        yield count, {"grad": grad[start:stop], **state}
-
-
-def _step_on_device(column_slice: ColumnSlice, grad: Tensor, group: Mapping[str, Any]) -> None:
-    options, amsgrad = asdict(adam_hypers(group)), bool(group["amsgrad"])
+    options = asdict(hypers)
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
-    for count, part in _stretch_parts(column_slice, grad, amsgrad=amsgrad):
-        kernel(
-            [part["param"]],
-            [part["grad"]],
-            [part["exp_avg"]],
-            [part["exp_avg_sq"]],
-            [part[MAXIMUM]] if amsgrad else [],
-            [torch.tensor(count + 1, dtype=torch.float32, device=grad.device)],
-            amsgrad=amsgrad,
-            **options,
-        )
+    kernel(
+        [used["param"]],
+        [grad.float().mul_(grad_scale)],
+        [used["exp_avg"]],
+        [used["exp_avg_sq"]],
+        [used[MAXIMUM]] if amsgrad else [],
+        [torch.tensor(number, dtype=torch.float32, device=grad.device)],
+        amsgrad=amsgrad,
+        **options,
+    )

@@ -1,108 +1,111 @@
-"""Columns of a parameter in a slice of it: where they lie in storage order, and how they get out of it and back."""
+"""Columns of a parameter in a slice of it: where they lie, how they get out of it and back, their sums of squares.
+
+Columns are slices along the last dimension. In storage order they recur: a few neighboring elements of one column,
+then of the next, and a row is complete once each has had its turn. A slice of a parameter begins and ends anywhere, so
+its first and last row may be incomplete.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...layout import Span
+from ...layout import ParamSlice
+from ...sharding.flat_param import FlatParam
 
 # Elements widened to fp64 at a time.
 _SQUARED_NUMEL = 1 << 18
 
 
-class Columns:
-    """The columns, slices along the last dimension, that a slice of a dense parameter has a part of.
+def is_matrix(param: Tensor) -> bool:
+    """Whether a parameter has columns that are tensors."""
+    return param.dim() >= 2 and param.numel() > 0
 
-    In storage order they recur: ``inner`` neighboring elements of one column, then of the next, and a row is complete
-    once each has had its turn. A slice begins and ends anywhere, so its first and last row may lack elements; where
-    columns are taken out, zeros stand for them.
+
+class _Rows(NamedTuple):
+    """Neighboring rows of a slice, all complete or one that is not.
 
     Attributes:
-        first: number of the first column here. width: how many there are. total: of the whole parameter.
-        rows: begun or complete. inner: see above.
+        where: they lie in the slice. height: how many. first, last: the elements of a row that they have.
     """
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], span: Span) -> None:
-        self.total = shape[-1]
-        self.inner = strides[-1] if self.total > 1 else 1
-        period = self.total * self.inner
-        first_row, last_row = span.start // period, -(-span.stop // period)
-        self.rows = last_row - first_row
-        self.first, self.width = 0, self.total
-        if self.rows == 1:  # columns that it has nothing of take no room
-            self.first = span.start % period // self.inner
-            self.width = -(-(span.stop - first_row * period) // self.inner) - self.first
-        # (row, rows, elements of the slice, elements before them in the row): complete rows together.
-        self._parts: list[tuple[int, int, slice, int]] = []
-        at = span.start
-        while at < span.stop:
-            row = at // period
-            before = at - row * period - self.first * self.inner
-            complete = (span.stop - at) // period if at % period == 0 else 0
-            stop = at + complete * period if complete else min((row + 1) * period, span.stop)
-            self._parts.append((row - first_row, max(complete, 1), slice(at - span.start, stop - span.start), before))
-            at = stop
+    where: slice
+    height: int
+    first: int
+    last: int
+
+    def of(self, run: Tensor) -> Tensor:
+        """These rows of a slice, one per row."""
+        return run[self.where].view(self.height, -1)
+
+
+def neighbors_in_column(flat: FlatParam) -> int:
+    """How many elements of a column follow each other in a row."""
+    return flat.strides[-1] if flat.shape[-1] > 1 else 1
+
+
+def _rows(piece: ParamSlice, flat: FlatParam) -> Iterator[_Rows]:
+    (start, stop), numel = piece.in_param, flat.shape[-1] * neighbors_in_column(flat)
+    complete = {-(-start // numel) * numel, stop // numel * numel}
+    cuts = sorted({start, *(cut for cut in complete if start < cut < stop), stop})
+    for begin, end in pairwise(cuts):
+        count = max((end - begin) // numel, 1)
+        first = begin % numel
+        yield _Rows(slice(begin - start, end - start), count, first, first + (end - begin) // count)
+
+
+class Columns:
+    """The elements of some columns that a slice has.
+
+    Attributes:
+        chosen: the columns' numbers, ascending. numel: how many elements they have in the slice.
+    """
+
+    def __init__(self, piece: ParamSlice, flat: FlatParam, chosen: Tensor) -> None:
+        self.chosen, inner, device = chosen, neighbors_in_column(flat), flat.param.device
+        self._parts: list[tuple[_Rows, Tensor]] = []  # and the elements of each row
+        for rows in _rows(piece, flat):
+            here = chosen[(chosen >= rows.first // inner) & (chosen * inner < rows.last)]
+            elements = (here[:, None] * inner + torch.arange(inner, dtype=torch.int64, device="cpu")).view(-1)
+            elements = elements[(elements >= rows.first) & (elements < rows.last)] - rows.first
+            self._parts.append((rows, elements.to(device)))
+        self.numel = sum(rows.height * elements.numel() for rows, elements in self._parts)
 
     @property
-    def numel(self) -> int:
-        """Elements of all columns here, with the zeros."""
-        return self.width * self.rows * self.inner
+    def nbytes(self) -> int:
+        """Bytes of the numbers that are kept."""
+        return self.chosen.nbytes + sum(elements.nbytes for _, elements in self._parts)
 
-    @property
-    def height(self) -> int:
-        """Elements of a column, with the zeros."""
-        return self.rows * self.inner
+    def take(self, run: Tensor) -> Tensor:
+        """The elements out of a slice, 1-D, which is given in storage order, as they come to be."""
+        where = self._where(run.device)
+        taken = [rows.of(run).gather(1, there).view(-1) for (rows, _), there in zip(self._parts, where, strict=True)]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
 
-    def _blocks(self, run: Tensor) -> Iterator[tuple[slice, Tensor, slice | None]]:
-        """The rows, of shape (rows, width, inner); of an incomplete one a copy, and where its elements belong in it."""
-        for row, rows, where, before in self._parts:
-            size, part = rows * self.width * self.inner, run[where]
-            if part.numel() == size:
-                yield slice(row, row + rows), part.view(rows, self.width, self.inner), None
-            else:
-                padded, inside = run.new_zeros(size), slice(before, before + part.numel())
-                padded[inside] = part
-                yield slice(row, row + rows), padded.view(1, self.width, self.inner), inside
+    def put(self, run: Tensor, values: Tensor) -> None:
+        """Write the elements into a slice, rounded to its dtype; the reverse of :meth:`take`."""
+        where = self._where(run.device)
+        parts = torch.split(values.to(run.device, run.dtype), [there.numel() for there in where])
+        for (rows, _), there, part in zip(self._parts, where, parts, strict=True):
+            rows.of(run).scatter_(1, there, part.view(there.shape))
 
-    def take(self, run: Tensor, which: Tensor, out: Tensor | None = None) -> Tensor:
-        """Columns of a slice, side by side as they are in it: moving them is a pass over rows that transposes nothing.
+    def _where(self, device: torch.device) -> list[Tensor]:
+        return [elements.to(device).expand(rows.height, -1) for rows, elements in self._parts]
 
-        Args:
-            run: the slice, 1-D in storage order. which: numbers of columns, counted from ``first``.
-            out: contiguous memory of the result's size and the slice's dtype; made if there is none.
 
-        Returns:
-            (rows, columns, inner), contiguous.
-        """
-        shape = (self.rows, which.numel(), self.inner)
-        taken = run.new_empty(shape) if out is None else out.view(shape)
-        for rows, block, _ in self._blocks(run):
-            if self.inner == 1:  # along the last dimension, torch's gather and scatter are several times as fast
-                torch.gather(block[..., 0], 1, which.expand(block.shape[0], -1), out=taken[rows, :, 0])
-            else:
-                torch.index_select(block, 1, which, out=taken[rows])
-        return taken
-
-    def put(self, run: Tensor, which: Tensor, values: Tensor) -> None:
-        """Write columns into a slice, rounded to its dtype; the reverse of :meth:`take`."""
-        values = values.reshape(self.rows, which.numel(), self.inner)
-        for (rows, block, inside), (_, _, where, _) in zip(self._blocks(run), self._parts, strict=True):
-            part = values[rows].to(run.dtype)
-            if self.inner == 1:
-                block[..., 0].scatter_(1, which.expand(block.shape[0], -1), part[..., 0])
-            else:
-                block.index_copy_(1, which, part)
-            if inside is not None:
-                run[where] = block.reshape(-1)[inside]
-
-    def square_sums(self, run: Tensor) -> Tensor:
-        """Per column, the sum of squares of its elements here, (width,), fp64, in host memory."""
-        sums = torch.zeros(self.width, dtype=torch.float64, device=run.device)
-        step = max(_SQUARED_NUMEL // (self.width * self.inner), 1)
-        for _, block, _ in self._blocks(run):
-            for start in range(0, block.shape[0], step):
-                sums += block[start : start + step].double().square_().sum((0, 2))
-        return sums.cpu()
+def square_sums(run: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
+    """Per column of a parameter, the sum of squares of its elements in a slice, fp64, in host memory."""
+    inner = neighbors_in_column(flat)
+    sums = torch.zeros(flat.shape[-1], dtype=torch.float64, device=run.device)
+    for rows in _rows(piece, flat):
+        incomplete = rows.first % inner, -rows.last % inner
+        here = slice(rows.first // inner, -(-rows.last // inner))
+        for part in torch.split(rows.of(run), max(_SQUARED_NUMEL // (rows.last - rows.first), 1)):
+            squares = pad(part.double().square_(), incomplete)
+            sums[here] += squares.view(part.shape[0], -1, inner).sum((0, 2))
+    return sums.cpu()

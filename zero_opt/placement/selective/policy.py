@@ -20,9 +20,9 @@ from ..in_process.policy import add_slice
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
-from .column_shard import columns_of, home_bucket, is_matrix
 from .column_state import column_places
-from .placement import SelectivePlacement, matrix_members
+from .columns import is_matrix, neighbors_in_column
+from .placement import SelectivePlacement, home_buckets
 from .schedule import selected_count
 
 
@@ -78,36 +78,27 @@ class SelectivePolicy(PlacementPolicy):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
-        tally, homes = reduced_gradients(buckets), []
+        tally = reduced_gradients(buckets)
         for bucket in buckets:
-            matrices = matrix_members(bucket)
-            pieces, flats = slices_of(bucket)
-            for at, (piece, flat) in enumerate(zip(pieces, flats, strict=True)):
-                if at in matrices:
+            for piece, flat in zip(*slices_of(bucket), strict=True):
+                if is_matrix(flat.param):
                     self._add_columns(tally, piece, flat, amsgrad=inputs.amsgrad(piece.group))
                 else:
                     add_slice(tally, inputs, piece, flat, DEVICE, self.stepped_as(flat.param)[0])
-            if matrices:
-                homes.append(home_bucket(bucket, matrices, "meta"))
-        for home in homes:
-            home.writable(keep=False)  # for means of gradients
-            home.device = torch.device(home.layout.device)
-            tally["buffers", HOST_MEMORY, "copies of columns"] += sum(flat.param.nbytes for flat in home.params)
-        for (kind, where, name), nbytes in self._inner.memory(homes, inputs).items():
+        for (kind, where, name), nbytes in self._inner.memory(home_buckets(buckets), inputs).items():
             place = ("buffers", HOST_MEMORY, "means of gradients") if kind == "grad_shards" else (kind, where, name)
             tally[place] += nbytes
         return tally
 
     def _add_columns(self, tally: Tally, piece: ParamSlice, flat: FlatParam, *, amsgrad: bool) -> None:
-        """Add what is kept of a matrix's slice beside its home."""
-        columns = columns_of(piece, flat)
-        count, fp32 = selected_count(self._selective.topk_ratio, columns.total), torch.float32.itemsize
-        # A slice within one row has a part of some columns, and so of some of the selected ones: their share of it.
-        here = count if columns.width == columns.total else round(count * columns.width / columns.total)
-        if count < columns.total or self._selective.warmup_steps:
-            tally["staging", HOST_MEMORY, "gradients that wait"] += piece.in_param.numel * fp32
-        tally["masters", DEVICE, "selected columns"] += here * columns.height * fp32
+        """Add what is kept of a matrix's slice beside what the inner placement has of it."""
+        total, numel = flat.shape[-1], piece.in_param.numel
+        count, itemsize = selected_count(self._selective.topk_ratio, total), torch.float32.itemsize
+        here = round(numel * count / total)  # where the slice is cut within a row, as a rule
+        if count < total or self._selective.warmup_steps:
+            tally["staging", HOST_MEMORY, "gradients that wait"] += numel * itemsize
+        tally["masters", DEVICE, "selected columns"] += here * itemsize
         for key in state_keys(amsgrad=amsgrad):
-            tally["state", DEVICE, key] += here * columns.height * fp32
-        # Counts of all columns, and numbers of those selected at all, and of those here.
-        tally["buffers", HOST_MEMORY, "columns"] += columns.total * fp32 + (count + columns.width) * 8
+            tally["state", DEVICE, key] += here * itemsize
+        # Numbers of columns, and of their elements in a row.
+        tally["buffers", HOST_MEMORY, "columns"] += count * (1 + neighbors_in_column(flat)) * torch.int64.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ...policies import Selective
 # Of ``update_interval="auto"``.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
 _MUCH_LEFT, _LITTLE_LEFT = 0.75, 0.5
-_NEVER = -1
+NEVER = -1
 
 
 @dataclass
@@ -31,34 +31,26 @@ class Schedule:
     policy: Selective
     done: int = 0
     in_window: int = 0
-    since_selection: int = _NEVER
+    since_selection: int = NEVER
     interval: int = 0
 
     def __post_init__(self) -> None:
         fixed = self.policy.update_interval
-        if not isinstance(fixed, str):
-            self.interval = fixed
-        elif not self.interval:
-            self.interval = _FIRST_INTERVAL
-
-    @property
-    def warmed_up(self) -> bool:
-        """Whether the warm-up is over."""
-        return self.done >= self.policy.warmup_steps
+        self.interval = self.interval or _FIRST_INTERVAL if isinstance(fixed, str) else fixed
 
     @property
     def selects(self) -> bool:
         """Whether the next step selects columns: only at the beginning of a window, when nothing waits."""
         due = self.since_selection < 0 or self.since_selection >= self.policy.select_interval
-        return self.warmed_up and not self.in_window and due
+        return due and not self.in_window and self.done >= self.policy.warmup_steps
 
     @property
     def closes(self) -> bool:
         """Whether the next step ends its window."""
-        return not self.warmed_up or self.in_window + 1 >= self.interval
+        return self.done < self.policy.warmup_steps or self.in_window + 1 >= self.interval
 
     def selected(self, share_left: float) -> None:
-        """Note that columns were selected, which left so much of the gradient's norm to the others."""
+        """Note that columns are selected, which leaves so much of the gradient's norm to the others."""
         self.since_selection = 0
         if self.policy.update_interval == "auto":
             if share_left > _MUCH_LEFT:
@@ -68,9 +60,7 @@ class Schedule:
 
     def stepped(self) -> None:
         """Count a step."""
-        closed = self.closes
-        self.done += 1
-        self.in_window = 0 if closed else self.in_window + 1
+        self.done, self.in_window = self.done + 1, 0 if self.closes else self.in_window + 1
         if self.since_selection >= 0:
             self.since_selection += 1
 
@@ -78,9 +68,10 @@ class Schedule:
         """The schedule's state, as numbers."""
         return self.done, self.in_window, self.since_selection, self.interval
 
-    def at(self, position: Sequence[int]) -> Schedule:
-        """A schedule at a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
-        return Schedule(self.policy, *position)
+    def resume(self, position: Iterable[float]) -> None:
+        """Go on from a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
+        self.done, self.in_window, self.since_selection, self.interval = map(int, position)
+        self.__post_init__()
 
 
 def selected_count(ratio: float, columns: int) -> int:
@@ -98,35 +89,28 @@ def largest(squares: Tensor, count: int) -> Tensor:
     return torch.sort(rounded, descending=True, stable=True).indices[:count].sort().values
 
 
-class Selector:
-    """Selects the columns of all parameters, from what every rank has of them.
+def select_columns(
+    ratio: float, totals: Mapping[int, int], squares: Mapping[int, Tensor], group: Group
+) -> tuple[dict[int, Tensor], float]:
+    """The selected columns per parameter, and the share of the norm in the others (or NaN). Collective.
+
+    One all-gather of 8 bytes per column; sums are added in rank order.
 
     Args:
-        totals: per parameter, by global index, how many columns it has.
+        totals: per parameter, by global index, how many columns it has; the same on every rank.
+        squares: this rank's sums of squares, (columns,) fp64.
     """
-
-    def __init__(self, ratio: float, totals: Mapping[int, int], group: Group) -> None:
-        self._ratio, self._totals, self._group = ratio, totals, group
-
-    def select(self, squares: Mapping[int, tuple[int, Tensor]]) -> tuple[dict[int, Tensor], float]:
-        """The selected columns per parameter, and the share of the norm in the others (or NaN). Collective.
-
-        One all-gather of 8 bytes per column; sums are added in rank order.
-
-        Args:
-            squares: this rank's sums of squares, fp64, and the number of the column that they begin with.
-        """
-        widths = list(self._totals.values())
-        mine = torch.zeros(sum(widths), dtype=torch.float64, device="cpu")
-        own = dict(zip(self._totals, torch.split(mine, widths), strict=True))
-        for index, (first, sums) in squares.items():
-            own[index][first : first + sums.numel()] = sums
-        everything = torch.zeros_like(mine)
-        for part in self._group.all_gather(mine):
-            everything += part
-        chosen: dict[int, Tensor] = {}
-        total, taken = 0.0, 0.0
-        for index, sums in zip(self._totals, torch.split(everything, widths), strict=True):
-            chosen[index] = largest(sums, selected_count(self._ratio, sums.numel()))
-            total, taken = total + float(sums.sum()), taken + float(sums[chosen[index]].sum())
-        return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan
+    widths = list(totals.values())
+    mine = torch.zeros(sum(widths), dtype=torch.float64, device="cpu")
+    for index, own in zip(totals, torch.split(mine, widths), strict=True):
+        if index in squares:
+            own.copy_(squares[index])
+    everything = torch.zeros_like(mine)
+    for part in group.all_gather(mine):
+        everything += part
+    chosen: dict[int, Tensor] = {}
+    total, taken = 0.0, 0.0
+    for index, sums in zip(totals, torch.split(everything, widths), strict=True):
+        chosen[index] = largest(sums, selected_count(ratio, sums.numel()))
+        total, taken = total + float(sums.sum()), taken + float(sums[chosen[index]].sum())
+    return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

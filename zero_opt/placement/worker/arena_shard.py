@@ -171,22 +171,17 @@ class ArenaShard(StateShard):
             yield BoundRun(arrays, self.grad_dtype, step=step, to=to).run, home[where].data_ptr()
 
     def _neighbors(self, positions: Sequence[int]) -> Iterator[tuple[slice, float, int]]:
-        """Stretches of neighboring slices with one step count and bank: where, the number of the step, the bank."""
+        """Neighboring slices with one step count and bank: where they lie, the number of the step, the bank."""
         next_steps = (self.steps + 1).tolist()
 
         def kind(at: tuple[int, int]) -> tuple[int, float, int]:
             return at[1] - at[0], next_steps[at[1]], self.bank[at[1]]
 
-        whole = [position for position in positions if position not in self.stretches]
-        for (_, step, bank), members in groupby(enumerate(whole), kind):
+        for (_, step, bank), members in groupby(enumerate(positions), kind):
             neighbors = [position for _, position in members]
             start, stop = self.pieces[neighbors[0]].in_shard.start, self.pieces[neighbors[-1]].in_shard.stop
             if stop > start:
                 yield slice(start, stop), self.next_step(neighbors[0], step), bank
-        for position in filter(self.stretches.__contains__, positions):
-            first = self.pieces[position].in_shard.start
-            for start, stop, count in self.stretches[position]:
-                yield slice(first + start, first + stop), count + 1, self.bank[position]
 
     def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
         """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""

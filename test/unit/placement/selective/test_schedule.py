@@ -10,7 +10,7 @@ import torch
 from test.support.harness import assert_bitwise
 from zero_opt import Selective
 from zero_opt.comm.alone_group import AloneGroup
-from zero_opt.placement.selective.schedule import Schedule, Selector, largest, selected_count
+from zero_opt.placement.selective.schedule import Schedule, largest, select_columns, selected_count
 
 
 def walk(schedule: Schedule, steps: int, share: float = math.nan) -> str:
@@ -51,9 +51,12 @@ def test_a_position_is_all_there_is_to_know(steps: int) -> None:
     policy = Selective(0.1, 3, "auto", 2)
     schedule = Schedule(policy)
     walk(schedule, steps, 0.4)
-    again = Schedule(policy).at(schedule.position())
+    again = Schedule(policy)
+    again.resume(schedule.position())
     assert walk(again, 9, 0.9) == walk(schedule, 9, 0.9)
-    assert Schedule(Selective(update_interval=7)).at(schedule.position()).interval == 7
+    fixed = Schedule(Selective(update_interval=7))
+    fixed.resume(schedule.position())
+    assert fixed.interval == 7
 
 
 def test_the_largest_columns() -> None:
@@ -67,12 +70,12 @@ def test_the_largest_columns() -> None:
 
 def test_selection_over_parameters_and_what_is_left() -> None:
     """Each parameter has its own; one without a gradient its first; the share is of all together."""
-    selector = Selector(0.5, {1: 4, 5: 2, 7: 3}, AloneGroup())
+    totals, group = {1: 4, 5: 2, 7: 3}, AloneGroup()
     squares = {
-        1: (1, torch.tensor([9.0, 1.0, 4.0], dtype=torch.float64)),
-        5: (0, torch.tensor([0.0, 2.0], dtype=torch.float64)),
+        1: torch.tensor([0.0, 9.0, 1.0, 4.0], dtype=torch.float64),
+        5: torch.tensor([0.0, 2.0], dtype=torch.float64),
     }
-    chosen, share = selector.select(squares)
+    chosen, share = select_columns(0.5, totals, squares, group)
     assert_bitwise({key: value.tolist() for key, value in chosen.items()}, {1: [1, 3], 5: [1], 7: [0, 1]})
     assert share == pytest.approx(math.sqrt(1 / 16))
-    assert math.isnan(selector.select({})[1])
+    assert math.isnan(select_columns(0.5, totals, {}, group)[1])
