@@ -21,8 +21,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
 
-from .build import GLIBC, MACHINES
-from .pythons import ROOT
+from .build import GLIBC, MACHINES, tracked
 
 WHEEL_BYTES = 1_500_000
 # The parts of glibc, which every manylinux machine has.
@@ -97,13 +96,6 @@ def wheel_findings(path: Path) -> Iterator[str]:
     runs_from = tuple(map(int, re.findall(r"\d+", json.loads(done.stdout)["overall_tag"])[:2]))
     if not (2, 5) <= runs_from <= GLIBC:
         yield f"is {json.loads(done.stdout)['overall_tag']} to auditwheel"
-
-
-def tracked() -> set[str]:
-    """Return the files of the repository."""
-    command = ["git", "ls-files"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
-    return set(done.stdout.splitlines())
 
 
 def sources() -> set[str]:

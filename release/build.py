@@ -37,6 +37,13 @@ def epoch() -> int:
     return int(given)
 
 
+def tracked() -> set[str]:
+    """Return the files of the repository."""
+    command = ["git", "ls-files"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    return set(done.stdout.splitlines())
+
+
 def plain_sdist(made: Path, target: Path, time: int) -> None:
     """Write an sdist anew, without what differs from one run to the next: times, owners and order."""
     with tarfile.open(made) as source, tempfile.TemporaryFile() as plain:
@@ -52,10 +59,15 @@ def plain_sdist(made: Path, target: Path, time: int) -> None:
 
 
 def build_sdist(folder: Path, time: int) -> Path:
-    """Return the sdist of the working tree."""
+    """Return the sdist of the repository's files as they are in the working tree."""
     with tempfile.TemporaryDirectory() as scratch:
+        for name in tracked():
+            copy = Path(scratch, "tree", name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy)
         command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", scratch, "sdist", "--dist-dir", scratch]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=600, env={**os.environ, "ZERO_OPT_NATIVE": "skip"})
+        settings = {**os.environ, "ZERO_OPT_NATIVE": "skip"}
+        subprocess.run(command, cwd=Path(scratch, "tree"), check=True, timeout=600, env=settings)
         (made,) = Path(scratch).glob("*.tar.gz")
         plain_sdist(made, folder / made.name, time)
     return folder / made.name
