@@ -58,7 +58,7 @@ def check_tree(version: str) -> None:
     if ".invalid" in url:
         raise NotReadyError(f"set url in setup.cfg to where the repository is: {url} is nowhere")
     if changed := [str(path.relative_to(ROOT)) for path in stamp(ROOT, version, datetime.date.today())]:
-        raise NotReadyError(f"commit {' and '.join(changed)}, which now say {version}")
+        raise NotReadyError(f"commit {' and '.join(changed)}: version {version} is now written there")
     if left := run("git", "status", "--porcelain"):
         raise NotReadyError(f"commit or remove what differs from the last commit:\n{left}")
     if f"v{version}" not in run("git", "tag", "--points-at", "HEAD").split():
