@@ -288,6 +288,20 @@ class Exchange(ABC):
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool
+        self._sent_nbytes = 0
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of buckets that this rank has sent to others, or that these have read in its shared memory, so far."""
+        return self._sent_nbytes
+
+    def _note_reduction(self, bounds: Sequence[int], rank: int, itemsize: int) -> None:
+        """Count what other ranks have of this rank's gradients, where every rank needs its shard of all."""
+        self._sent_nbytes += (bounds[-1] - (bounds[rank + 1] - bounds[rank])) * itemsize
+
+    def _note_gather(self, bounds: Sequence[int], rank: int, itemsize: int) -> None:
+        """Count what other ranks have of this rank's parameters, where all of them need its shard."""
+        self._sent_nbytes += (bounds[rank + 1] - bounds[rank]) * (len(bounds) - 2) * itemsize
 
     @abstractmethod
     def reduce_runs(self, reduction: BucketReduction) -> bool:
@@ -370,6 +384,7 @@ class StagedExchange(Exchange):
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, *_ = reduction
+        self._note_reduction(bounds, self._rank, out.element_size())
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
             bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))
@@ -388,6 +403,7 @@ class StagedExchange(Exchange):
         return True
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
+        self._note_gather(bounds, self._rank, runs.first.element_size())
         bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
         views = runs.views.get(bucket.data_ptr())
         if views is None:

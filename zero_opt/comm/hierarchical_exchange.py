@@ -116,6 +116,11 @@ class HierarchicalExchange(Exchange):
         within = [run._replace(add=False) for run, _ in parts_within(runs, Span(of_host[0], of_host[-1]))]
         return native_bucket(within, of_host, dtype)
 
+    @property
+    def sent_nbytes(self) -> int:
+        """See :class:`Exchange`; of what goes through shared memory nothing is counted."""
+        return self._sent_nbytes + self._messages.sent_nbytes
+
     def has_lanes(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
 
@@ -157,6 +162,7 @@ class HierarchicalExchange(Exchange):
                     leaving[host].values.copy_(sums[host].values)
                 leaving[host].void.fill_(not here)
                 headed.send(self._counterparts[host], numbers[host], leaving[host].messages)
+                self._sent_nbytes += leaving[host].values.nbytes
         yield None
         wait_all(works)
         for host in met:  # before their memory is used again, also where they are void

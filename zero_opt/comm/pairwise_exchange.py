@@ -190,6 +190,7 @@ class PairwiseExchange(Exchange):
             else:
                 complete = False
             self.headed.send(peer, numbers[peer], outgoing[peer])
+            self._sent_nbytes += sum(tensor.nbytes for tensor in outgoing[peer])
         yield None
         wait_all(works)
         if complete:
@@ -244,6 +245,7 @@ class PairwiseExchange(Exchange):
             own = stretches.filled(span)
             for peer in peers:
                 gathering.send(self._gather.send_to(own, peer, _ELEMENTS))
+                self._sent_nbytes += own.nbytes
         return gathering
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:

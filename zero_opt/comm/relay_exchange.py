@@ -20,6 +20,10 @@ class RelayExchange(StagedExchange):
         super().__init__(rank, pool)
         self._host = host
 
+    @property
+    def sent_nbytes(self) -> int:
+        return self._host.sent_nbytes
+
     def _on_host(self, bucket: Tensor) -> Tensor:
         return self._pool.staging(0, bucket.numel(), bucket.dtype, HOST).copy_(bucket)
 

@@ -47,10 +47,15 @@ class HostExchange(Exchange):
         self.adds_up, self.nbytes = GRAD_DTYPES, shared.nbytes
         self._shared, self._fallback = shared, fallback
 
+    @property
+    def sent_nbytes(self) -> int:
+        return self._sent_nbytes + self._fallback.sent_nbytes
+
     def reduce_runs(self, reduction: BucketReduction) -> bool:
         ident, runs, bounds, out, sums, _ = reduction
         if out.dtype not in NATIVE_DTYPES:
             return self._shared.meet(ident) and self._fallback.reduce_runs(reduction)
+        self._note_reduction(bounds, self._fallback.rank, out.element_size())
         return self._shared.reduce(ident, native_bucket(runs, bounds, out.dtype, sums), out.data_ptr())
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
@@ -58,6 +63,7 @@ class HostExchange(Exchange):
         dtype = runs.first.dtype
         if dtype not in NATIVE_DTYPES:
             return self._fallback.gather_runs(ident, runs, bounds)
+        self._note_gather(bounds, self._fallback.rank, dtype.itemsize)
         if runs.native is None:
             runs.native = native_bucket(runs, bounds, dtype)
         if not self._shared.gather(ident, runs.native):

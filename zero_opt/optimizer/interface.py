@@ -108,6 +108,10 @@ class Engine(Protocol):
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
         return nullcontext()
 
+    def stats(self) -> dict[str, float]:
+        """Return the figures of the last step."""
+        return {"skipped_steps": float(self.skips)}
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def consolidate(self, to: int) -> None:

@@ -25,6 +25,7 @@ from ..state.visible_state import VisibleState
 from ..system.background_thread import SerialThread
 from .config import Config
 from .process_groups import OwnGroups
+from .step_figures import StepFigures
 
 
 class EngineParts:
@@ -32,7 +33,7 @@ class EngineParts:
 
     Attributes:
         owner: has the user's param groups and state. describe: names a parameter, given its global index.
-        count: where training is. params: every parameter by global index, planned or not.
+        count: where training is. figures: of the last step. params: every parameter by global index, planned or not.
         exchanges: by device type. thread: runs what exchanges with other ranks off the user's thread, in one order.
         visible: the user's view of this rank's state. full: the state of all ranks.
     """
@@ -65,7 +66,7 @@ class EngineParts:
         self.exchanges: dict[str, Exchange] = {}
         self.thread = SerialThread("zero_opt exchange", partial(close_all, self.exchanges))
         groups.leave_with(self.exchanges, self.thread)
-        self.count, self.params = StepCount(), list[Tensor]()
+        self.count, self.params, self.figures = StepCount(), list[Tensor](), StepFigures()
         of_reduction = ReductionParts(
             self.partition, self.agreement, self.count, self.exchanges, self.thread, self.params, unscale
         )
@@ -73,7 +74,8 @@ class EngineParts:
         self.reduction = build_reduction(config.reduction, of_reduction)
         model = config.reduction.overlap_param_gather  # whose forward waits for parameters
         self.placement, lookout = self._built_placement(), groups.control.lookout
-        self.gather = build_gather(self.partition, self.exchanges, self.thread, model, self.placement, lookout)
+        seconds = self.figures.seconds
+        self.gather = build_gather(self.partition, self.exchanges, self.thread, model, self.placement, lookout, seconds)
         shown = {key: value for key, value in config.defaults.items() if key != "state"}  # in torch's form
         stand_ins = StandIns(config.optimizer_class, shown, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)

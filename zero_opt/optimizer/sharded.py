@@ -49,6 +49,7 @@ from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..sharding.late_params import await_others
 from ..system.log import log
+from ..system.phases import Phase
 from .arguments import check_options
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
@@ -76,9 +77,17 @@ class ShardedEngine(BetweenSteps):
             raise ConfigTypeError(f"step() takes a closure that computes the loss, or nothing, got {quoted(closure)}")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        with torch.no_grad(), self._of_all_ranks():
+        with torch.no_grad(), self._of_all_ranks(), self.parts.figures.call():
             self._update(*self.reduce())
+            self._end_figures()
         return loss
+
+    def _end_figures(self) -> None:
+        sent = sum(exchange.sent_nbytes for exchange in self.parts.exchanges.values())
+        self.parts.figures.end_step(self.parts.thread.busy.seconds, sent, self.placement.figures())
+
+    def stats(self) -> dict[str, float]:
+        return {"steps": float(self.count.step), "skipped_steps": float(self.skips), **self.parts.figures.last()}
 
     def reduce(
         self,
@@ -103,15 +112,18 @@ class ShardedEngine(BetweenSteps):
             ZeroOptError: on every rank, the ``error`` that one has.
         """
         self.placement.require_not_forked()
-        self.gather.flush()
+        with Phase("gather"):
+            self.gather.flush()
         error = error or self._take_over_edits()
         self._sends = True
         if not absent:
             self._notify_join()
         own = self.reduction.send_rest(error, absent=absent)
-        agreed = self.agree(own, clip_to, unscale_by, absent=absent)
+        with Phase("agreement"):
+            agreed = self.agree(own, clip_to, unscale_by, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
-        shards = self.reduction.collect(agreed)
+        with Phase("reduction"):
+            shards = self.reduction.collect(agreed)
         if agreed.absent:
             follow_hypers(self.agreement.group, self.parts.param_groups, agreed.absent)
         if not agreed.same_hypers:
@@ -211,7 +223,7 @@ class ShardedEngine(BetweenSteps):
             NonFiniteGradient: on every rank, before anything is changed. StepFailed: see :meth:`_end_step`.
         """
         limit = self._config.max_grad_norm
-        measured = cache(partial(self.measure, shards, limit or 0.0))  # collective, once, and only if asked for
+        measured = cache(partial(self._measured, shards, limit or 0.0))  # collective, once, and only if asked for
         grad_scale = agreed.grad_scale * self.reduction.step_factor
         tell_scaler(self._user, overflows=agreed.overflows)
         skips = not agreed.overflows and skips_step(self._config.checks, measured, self._describe)
@@ -219,13 +231,20 @@ class ShardedEngine(BetweenSteps):
             self.skips, self.join_notified = self.skips + skips, False
             return
         if limit is not None:
-            grad_scale *= float(clip_factor(measured().norm * grad_scale, limit))
+            norm = measured().norm * grad_scale
+            factor = float(clip_factor(norm, limit))
+            grad_scale *= factor
+            self.parts.figures.note_clip(norm, factor)
         with self._guard.telling_why():
             self.gather.begin(self.count.step)
             in_order = [shards[bucket] for bucket in self.gather.order()]
-            for bucket, failed in self._step_buckets(in_order, grad_scale):
-                self.gather.start(bucket, failed=failed)
-            self._end_step(agreed, self.gather.end())
+            with Phase("update"):
+                for bucket, failed in self._step_buckets(in_order, grad_scale):
+                    with Phase("gather"):
+                        self.gather.start(bucket, failed=failed)
+            with Phase("gather"):
+                failures = self.gather.end()
+            self._end_step(agreed, failures)
             if self._user._join_config.enable:  # this may be the last step, after which DDP sends parameters to all
                 self.gather.flush()
         if self.placement.pending and moves_nothing(self.parts.param_groups):
@@ -296,28 +315,34 @@ class ShardedEngine(BetweenSteps):
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:
             error = refused
-        with self._of_all_ranks():
+        with self._of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(limit, error=error)
             return self._clip(shards, limit)
 
     def _clip(self, shards: Sequence[GradShard], max_norm: float) -> Tensor:
         """Clip reduced gradients, unless they will be skipped; return the norm before. Collective."""
-        measured = self.measure(shards, max_norm)
+        measured = self._measured(shards, max_norm)
         norm = measured.norm * self.reduction.step_factor
         if not skips_step(self._config.checks, lambda: measured, self._describe):
             widened = any(map(self._config.widens, self.partition.buckets))
             # Gradients that the step widens are scaled after that, so that they are not rounded twice.
             scale = self.reduction.scale_in_step if widened else self.reduction.scale
-            scale(clip_factor(norm, max_norm))
+            factor = clip_factor(norm, max_norm)
+            scale(factor)
+            self.parts.figures.note_clip(norm, float(factor))
         return norm
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
-        with self._of_all_ranks():
+        with self._of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(unscale_by=float(inv_scale))
             finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
             self.reduction.scale(inv_scale)
             return self.agreement.any(not finite)
+
+    def _measured(self, shards: Sequence[GradShard], limit: float) -> Measured:
+        with Phase("norm"):
+            return self.measure(shards, limit)
 
     def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:  # noqa: ARG002  (ranks have compared it)
         """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective.

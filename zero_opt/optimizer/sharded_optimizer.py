@@ -410,6 +410,30 @@ class ShardedOptimizer(UnevenInputs):
         held = self._engine.memory_report()
         return {**held, "state": held["state"] + sum(map(_nbytes_of, self.state.values()))}
 
+    def stats(self) -> dict[str, float]:
+        """Return what the last step took and moved on this rank, as a flat dict for a logger. Not collective.
+
+        Exposed seconds are those of the user's thread in ``step()``, and in ``clip_grad_norm_()`` and GradScaler's
+        ``unscale_`` before it. Keys:
+
+        - ``exposed/total_s``, and its parts: ``exposed/agreement_s`` (waiting for all ranks to report the step),
+          ``exposed/reduction_s`` (waiting for gradients), ``exposed/norm_s``, ``exposed/update_s`` (the step of this
+          rank's shards in this process), ``exposed/worker_s`` (waiting for a worker), ``exposed/disk_s`` (waiting for a
+          file), ``exposed/gather_s`` (parameters to all ranks), ``exposed/params_s`` (forwards, or the
+          next step, waiting for parameters, with ``overlap_param_gather``) and ``exposed/other_s``;
+        - ``hidden/exchange_s``: how much longer the exchange thread was busy since the step before than was waited for
+          it; ``hidden/worker_s``: likewise of the worker's last step, ``worker/step_s``, without drafts;
+        - ``sent_bytes``: gradients and parameters that other ranks have had of this one since the step before;
+        - ``grad_norm`` and ``clip_factor``: where the step's gradients were clipped here;
+        - ``worker/deaths``, ``worker/drafts_kept`` and ``worker/drafts_redone`` (buckets, with ``speculate``) since
+          construction; ``disk/read_bytes``, ``disk/read_GB_per_s``, ``disk/write_bytes``, ``disk/write_GB_per_s``;
+        - ``steps`` and ``skipped_steps`` since construction.
+
+        There are keys for what the optimizer has: none of a worker without one. Before the first step there are counts
+        alone, and so at world size 1 where the wrapped class itself steps the parameters.
+        """
+        return self._engine.stats()
+
     @property
     def _group(self) -> Group:
         return self._engine.group

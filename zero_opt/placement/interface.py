@@ -71,6 +71,10 @@ class Placement(ABC):
         """Bytes of memory that gradients or state pass through when they are stepped."""
         return 0
 
+    def figures(self) -> Mapping[str, float]:
+        """Return the placement's own figures for ``stats()``, of the step that ends; called once per step."""
+        return {}
+
     def require_not_forked(self) -> None:
         """Raise WorkerFailed or StorageFailed in a process that was forked from the one that made this."""
 

@@ -17,6 +17,7 @@ from ..comm.waits_beside import outcome
 from ..errors import ConfigConflict, ConfigError, ProcessGroupError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.inference_mode import outside_inference_mode
+from ..system.phases import Phase, Seconds
 from ..system.stages import CallStages, Lane
 from .buckets import GradBucket
 from .gather import ParamGather
@@ -66,9 +67,11 @@ class BackgroundGather(ParamGather):
         model: nn.Module,
         results: PendingResults,
         lookout: Callable[[], Callable[[], None]],
+        seconds: Seconds,
     ) -> None:
         super().__init__(partition, exchanges)
         self._thread, self._model, self._results, self._lookout = thread, model, results, lookout
+        self._seconds = seconds
         self._pid = os.getpid()
         self._arriving: dict[int, Future[Any]] = {}
         self._arrived: dict[int, Any] = {}  # the events of gathers that are enqueued, by bucket
@@ -225,7 +228,8 @@ class BackgroundGather(ParamGather):
                     "lacks a part of the last step; call opt.flush() before the fork"
                 )
             try:
-                event = outcome(arriving, self._lookout)
+                with self._seconds.counted("params"), Phase("params"):
+                    event = outcome(arriving, self._lookout)
                 if event is not None:
                     self._arrived[index] = event
             finally:
@@ -324,18 +328,19 @@ def build_gather(
     model: nn.Module | None,
     results: PendingResults,
     lookout: Callable[[], Callable[[], None]],
+    seconds: Seconds,
 ) -> ParamGather:
     """Gather in the background if a model is given whose modules can wait, else within ``step()``.
 
     Args:
         results: where ``step()`` leaves what is to be copied first; the placement.
-        lookout: see :meth:`Group.lookout`.
+        lookout: see :meth:`Group.lookout`. seconds: count waits for parameters.
     """
     if model is None:
         return ParamGather(partition, exchanges)
     while _is_compiled_form(model):
         model = model.get_submodule("_orig_mod")
-    return BackgroundGather(partition, exchanges, thread, model, results, lookout)
+    return BackgroundGather(partition, exchanges, thread, model, results, lookout, seconds)
 
 
 def _is_compiled_form(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from .devices import thread_device
+from .phases import BusySeconds
 from .stages import CallStages, Lane, UnderWay, in_one_go
 from .threads import BackgroundThreads
 
@@ -28,9 +29,11 @@ _threads = BackgroundThreads()
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
 
 
-def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> None:
+def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: BusySeconds) -> None:
     under_way = UnderWay()
     while True:
+        if not under_way:
+            busy.end()
         try:
             job = jobs.get(block=not under_way)
         except queue.Empty:  # nothing to begin
@@ -38,6 +41,7 @@ def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None]) -> Non
             continue
         if job is None:
             break
+        busy.begin()
         future, lane, call, arguments = job
         try:
             begin()
@@ -102,13 +106,14 @@ class SerialThread:
 
     Attributes:
         close: lets the thread end once it has run what is queued; does not wait for it.
+        busy: how long it has run calls.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
         """Start nothing yet; ``interrupt`` makes a call that waits end soon, with an error, at interpreter exit."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._name, self._interrupt = name, interrupt
+        self._name, self._interrupt, self.busy = name, interrupt, BusySeconds()
         self.close = weakref.finalize(self, self._jobs.put, None)
         self.close.atexit = False
 
@@ -133,7 +138,7 @@ class SerialThread:
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread once the interpreter's exit has begun")
-            thread = threading.Thread(target=_run, args=(self._jobs, thread_device()), name=self._name)
+            thread = threading.Thread(target=_run, args=(self._jobs, thread_device(), self.busy), name=self._name)
             _threads.start(thread)
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)

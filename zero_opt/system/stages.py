@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from .phases import Phase
+
 _Result = TypeVar("_Result")
 
 # A call that pauses between its stages; what it returns is its result. If it yields pieces, it goes on when all of them
@@ -62,7 +64,8 @@ class _Call:
         """Run the next stage; returns pieces that are to be run before the one after."""
         self.stages_run += 1
         try:
-            return self.stages.send(self.ended)
+            with Phase(self.lane.use):
+                return self.stages.send(self.ended)
         except StopIteration as over:
             self.over = True
             self.future.set_result(over.value)

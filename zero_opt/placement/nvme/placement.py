@@ -41,6 +41,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self._threads, self._flush_denormals = threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
+        self._moved = self._disk.totals()  # at the end of the last step
         self._pid = os.getpid()
         self._extents: list[Extent] = []
         self._windows: list[tuple[FileWindow, list[Segment]]] = []
@@ -80,6 +81,15 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     @property
     def staging_nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
+
+    def figures(self) -> Mapping[str, float]:
+        before, self._moved = self._moved, self._disk.totals()
+        found: dict[str, float] = {}
+        for way, (nbytes, seconds) in self._moved.items():
+            moved, taken = nbytes - before[way][0], seconds - before[way][1]
+            found[f"disk/{way}_bytes"] = float(moved)
+            found[f"disk/{way}_GB_per_s"] = moved / taken / 1e9 if taken > 0 else 0.0
+        return found
 
     def require_not_forked(self) -> None:
         if os.getpid() != self._pid:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from ...errors import StorageFailed
 from ...policies import waited_for
 from ...system.background_thread import SerialThread
 from ...system.interrupts import uninterrupted
+from ...system.phases import Phase
 from .state_file import StateFile
 
 BUFFERS = 3  # one is read into, one changed, one written
@@ -85,13 +86,23 @@ class Disk:
     def __init__(self, file: StateFile, patience_s: float) -> None:
         self.file, self.patience_s = file, waited_for(patience_s)
         self._reader, self._writer = SerialThread("zero_opt state reader"), SerialThread("zero_opt state writer")
+        self._read_nbytes = self._written_nbytes = 0
+
+    def totals(self) -> Mapping[str, tuple[int, float]]:
+        """Return the bytes so far that were to be read and written, and the seconds in which they were."""
+        return {
+            "read": (self._read_nbytes, self._reader.busy.seconds),
+            "write": (self._written_nbytes, self._writer.busy.seconds),
+        }
 
     def read(self, window: FileWindow, buffer: Buffer) -> Future[None]:
         """Begin to fill a buffer."""
+        self._read_nbytes += window.nbytes
         return self._reader.submit(self._transfer, self.file.read, window, buffer)
 
     def write(self, window: FileWindow, buffer: Buffer) -> Future[None]:
         """Begin to save a buffer."""
+        self._written_nbytes += window.nbytes
         return self._writer.submit(self._transfer, self.file.write, window, buffer)
 
     @staticmethod
@@ -101,7 +112,9 @@ class Disk:
 
     def wait(self, transfer: Future[None]) -> None:
         """Raise what went wrong with a transfer; StorageFailed if it does not end in time, and then it goes on."""
-        if transfer not in futures_wait([transfer], self.patience_s).done:
+        with Phase("disk"):
+            done = futures_wait([transfer], self.patience_s).done
+        if transfer not in done:
             raise StorageFailed(
                 f"the disk under {self.file.folder!r} has not answered for {self.patience_s:g} s; give it longer with "
                 "NVMeOffload(hang_timeout=...)"

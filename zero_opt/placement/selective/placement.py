@@ -129,6 +129,9 @@ class SelectivePlacement(Placement):
         own = sum(array.nbytes for column_slice in self._slices.values() for array in column_slice.selected.values())
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
+    def figures(self) -> Mapping[str, float]:
+        return self._inner.figures()
+
     def require_not_forked(self) -> None:
         self._inner.require_not_forked()
 

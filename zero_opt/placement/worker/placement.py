@@ -20,6 +20,7 @@ from ...sharding.flat_param import versions_of
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
 from ...system.log import log
+from ...system.phases import Phase
 from ...system.pinned_memory import HostMemory
 from ..adam_placement import NativePlacement
 from .arena_shard import ArenaShard
@@ -131,6 +132,9 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             event.synchronize()
         self._copies.clear()
 
+    def figures(self) -> Mapping[str, float]:
+        return {"worker/step_s": self._worker.control.step_seconds, "worker/deaths": float(self._worker.deaths)}
+
     def require_not_forked(self) -> None:
         self._worker.require_not_forked()
 
@@ -205,7 +209,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def wait(self) -> None:
         if self._pending is not None and self._pending.sequence is not None:
             asked_for = time.monotonic()
-            self._await(self._pending.sequence)
+            with Phase("worker"):
+                self._await(self._pending.sequence)
             self._pace.end(asked_for, self._worker.control.step_seconds)
 
     def _drop_pending(self) -> None:

@@ -262,6 +262,9 @@ class SpeculativePlacement(WorkerPlacement):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    def figures(self) -> Mapping[str, float]:
+        return {**super().figures(), "worker/drafts_kept": float(self.kept), "worker/drafts_redone": float(self.redone)}
+
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:

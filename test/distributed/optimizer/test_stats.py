@@ -1,0 +1,144 @@
+"""What ``stats()`` says of a step: its keys by configuration, and figures that are known."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_opt
+from test.support.harness import run_processes, run_threads
+
+EXPOSED = {
+    f"exposed/{phase}_s"
+    for phase in ("agreement", "reduction", "norm", "update", "worker", "disk", "gather", "params", "other", "total")
+}
+ALWAYS = {"steps", "skipped_steps", "sent_bytes", "hidden/exchange_s", *EXPOSED}
+NUMEL = 64 * 64 * 2
+SENT_NBYTES = 2 * NUMEL // 2 * 4  # half of the gradients, and half of the parameters
+
+
+def _model() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return model
+
+
+def make(model: nn.Module, **options: Any) -> zero_opt.ShardedOptimizer:
+    return zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+def _train(model: nn.Module, optimizer: zero_opt.ShardedOptimizer, rank: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def _stats(rank: int, world_size: int, offload: Any, overlap: bool, steps: int = 3) -> dict[str, float]:
+    model = _model()
+    reduction = zero_opt.Overlapped(overlap_param_gather=model if overlap else None)
+    options: dict[str, Any] = {"offload": offload, "reduction": reduction, "fused": True}
+    with closing(make(model, **options)) as optimizer:
+        assert optimizer.stats() == {"steps": 0.0, "skipped_steps": 0.0}
+        _train(model, optimizer, rank, steps)
+        found = optimizer.stats()
+        found["again"] = float(found == optimizer.stats())
+        optimizer.flush()
+    return found
+
+
+WORKER = {"worker/step_s", "worker/deaths", "hidden/worker_s"}
+OF_OFFLOAD: dict[str, tuple[Any, set[str]]] = {
+    "none": (None, set()),
+    "cpu": (zero_opt.CPUOffload(), set()),
+    "worker": (zero_opt.WorkerOffload(), WORKER),
+    "late": (zero_opt.WorkerOffload(delay=1), WORKER),
+    "drafts": (zero_opt.WorkerOffload(speculate=True), {*WORKER, "worker/drafts_kept", "worker/drafts_redone"}),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["gathered", "overlapped"])
+@pytest.mark.parametrize("kind", OF_OFFLOAD)
+def test_the_keys_follow_from_the_policies(kind: str, overlap: bool) -> None:
+    offload, keys = OF_OFFLOAD[kind]
+    for found in run_processes(2, _stats, offload, overlap):
+        assert found.pop("again")
+        assert found.keys() == ALWAYS | keys
+        assert all(type(value) is float and value >= 0 for value in found.values())
+        assert found["steps"] == 3
+        parts = [found[key] for key in EXPOSED - {"exposed/total_s"}]
+        assert math.isclose(sum(parts), found["exposed/total_s"])
+        if not overlap:  # else a gather is under way
+            assert found["sent_bytes"] == SENT_NBYTES
+        assert found["exposed/agreement_s"] > 0 < found["exposed/update_s"]
+        if kind == "drafts":
+            assert found["worker/drafts_kept"] + found["worker/drafts_redone"] > 0
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_are_those_that_others_have_of_a_rank(world_size: int, exchange: Any) -> None:
+    def sent(rank: int, world_size: int) -> float:
+        model = _model()
+        reduction = zero_opt.Overlapped(exchange=exchange)
+        with closing(make(model, reduction=reduction)) as optimizer:
+            _train(model, optimizer, rank, 2)
+            return optimizer.stats()["sent_bytes"]
+
+    found = run_processes(world_size, sent)
+    shard = -(-NUMEL // 64 // world_size) * 64  # padded
+    assert sum(found) == 2 * (world_size - 1) * world_size * shard * 4
+
+
+def test_the_file_is_read_and_written_once_a_step(tmp_path: Path) -> None:
+    for found in run_threads(2, _stats, zero_opt.NVMeOffload(tmp_path), False):
+        assert found["disk/read_bytes"] == found["disk/write_bytes"] >= NUMEL // 2 * 8
+        assert found["disk/read_GB_per_s"] > 0 < found["disk/write_GB_per_s"]
+
+
+def _clipped(rank: int, world_size: int, by_call: bool) -> tuple[dict[str, float], float, float]:
+    model, limit = _model(), 0.5
+    with closing(make(model, max_grad_norm=None if by_call else limit)) as optimizer:
+        model(torch.ones(4, 64) * (1 + rank)).square().mean().backward()
+        norm = float(optimizer.clip_grad_norm_(limit)) if by_call else 0.0
+        optimizer.step()
+        found = optimizer.stats()
+        optimizer.zero_grad()
+        (0.0 * model(torch.ones(4, 64)).sum()).backward()
+        optimizer.step()
+        return found, norm, optimizer.stats().get("grad_norm", -1.0)
+
+
+def test_norm_and_factor_are_those_of_the_step() -> None:
+    by_call, by_step = (run_threads(2, _clipped, by_call) for by_call in (True, False))
+    for (called, norm, after), (stepped, *_, zero) in zip(by_call, by_step, strict=True):
+        assert called["grad_norm"] == norm == stepped["grad_norm"] > 0.5
+        assert called["clip_factor"] == stepped["clip_factor"] < 1
+        assert after == -1.0  # not clipped
+        assert zero == 0.0
+
+
+def _skipped(rank: int, world_size: int) -> dict[str, float]:
+    model = _model()
+    checks = zero_opt.Checks(nonfinite="skip")
+    with closing(make(model, checks=checks)) as optimizer:
+        (math.inf * model(torch.ones(4, 64)).sum()).backward()
+        optimizer.step()
+        return optimizer.stats()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_skipped_steps_are_counted(world_size: int) -> None:
+    for found in run_threads(world_size, _skipped):
+        assert found["skipped_steps"] == 1
+        assert found.get("steps", 0) == 0
