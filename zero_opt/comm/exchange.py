@@ -277,6 +277,7 @@ class Exchange(ABC):
         overlaps: whether :meth:`has_lanes` of any dtype.
         nbytes: memory of its own, beside the pool.
         adds_up: the dtypes of shards whose squares it adds up as it reduces them.
+        way: by what buckets travel, in the words of messages.
 
     Args:
         pool: has the buffers that elements pass through.
@@ -285,6 +286,7 @@ class Exchange(ABC):
     gathers_ahead, nbytes, blocks, overlaps = 0, 0, True, False
     _failed_step = -1  # the last step that failed on this rank
     adds_up: Sequence[torch.dtype] = ()
+    way = "the backend's collectives"
 
     def __init__(self, pool: StagingPool) -> None:
         self._pool = pool

@@ -89,7 +89,7 @@ class HierarchicalExchange(Exchange):
     other hosts, then to the ranks of its host, and waits for neither before it has done both.
     """
 
-    gathers_ahead, overlaps = 1, True
+    gathers_ahead, overlaps, way = 1, True, "shared memory, and messages between hosts"
 
     def __init__(self, shared: SharedMemory, messages: PairwiseExchange, per_host: int, pool: StagingPool) -> None:
         """``per_host``: the number of ranks of each host."""

@@ -133,7 +133,7 @@ class PairwiseExchange(Exchange):
         headed: the messages of reductions.
     """
 
-    gathers_ahead, overlaps = 1, True
+    gathers_ahead, overlaps, way = 1, True, "messages"
 
     def __init__(
         self,

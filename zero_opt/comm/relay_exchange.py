@@ -18,7 +18,7 @@ class RelayExchange(StagedExchange):
 
     def __init__(self, rank: int, host: Exchange, pool: StagingPool) -> None:
         super().__init__(rank, pool)
-        self._host = host
+        self._host, self.way = host, f"copies in host memory, {host.way}"
 
     @property
     def sent_nbytes(self) -> int:

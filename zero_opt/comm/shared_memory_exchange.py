@@ -42,6 +42,8 @@ class HostExchange(Exchange):
     What the kernels cannot add up (complex numbers) goes through ``fallback``, on every rank.
     """
 
+    way = "shared memory"
+
     def __init__(self, shared: SharedRanks, fallback: PairwiseExchange, pool: StagingPool) -> None:
         super().__init__(pool)
         self.adds_up, self.nbytes = GRAD_DTYPES, shared.nbytes

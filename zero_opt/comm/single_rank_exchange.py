@@ -15,6 +15,8 @@ class AloneExchange(Exchange):
             rest.
     """
 
+    way = ""
+
     def __init__(self, pool: StagingPool, *, blocks: bool) -> None:
         super().__init__(pool)
         self.blocks = blocks

@@ -108,6 +108,9 @@ class Engine(Protocol):
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
         return nullcontext()
 
+    def summary(self) -> str:
+        """Return in one line what the optimizer is and has, for its ``repr()``."""
+
     def stats(self) -> dict[str, float]:
         """Return the figures of the last step."""
         return {"skipped_steps": float(self.skips)}

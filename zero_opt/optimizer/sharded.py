@@ -86,6 +86,18 @@ class ShardedEngine(BetweenSteps):
         sent = sum(exchange.sent_nbytes for exchange in self.parts.exchanges.values())
         self.parts.figures.end_step(self.parts.thread.busy.seconds, sent, self.placement.figures())
 
+    def summary(self) -> str:
+        config, group, threads = self._config, self.group, self.placement.threads
+        ways = " and ".join({exchange.way for exchange in self.parts.exchanges.values() if exchange.way})
+        return "; ".join(
+            (
+                f"{config.optimizer_class.__name__} on rank {group.rank} of {group.world_size}",
+                f"{config.reduction}" + (f" through {ways}" if ways else ""),
+                "no offload" if config.offload is None else f"{config.offload}",
+                *([] if threads is None else [f"{threads} threads"]),
+            )
+        )
+
     def stats(self) -> dict[str, float]:
         return {"steps": float(self.count.step), "skipped_steps": float(self.skips), **self.parts.figures.last()}
 

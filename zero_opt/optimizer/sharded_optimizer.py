@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..comm.rendezvous import hosts_of, require_still_alone
-from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsReplaced, ZeroOptError, quoted
+from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsReplaced, ZeroOptError, mib, quoted
 from ..placement import Offload, ReadThrough, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
@@ -413,24 +413,12 @@ class ShardedOptimizer(UnevenInputs):
     def stats(self) -> dict[str, float]:
         """Return what the last step took and moved on this rank, as a flat dict for a logger. Not collective.
 
-        Exposed seconds are those of the user's thread in ``step()``, and in ``clip_grad_norm_()`` and GradScaler's
-        ``unscale_`` before it. Keys:
-
-        - ``exposed/total_s``, and its parts: ``exposed/agreement_s`` (waiting for all ranks to report the step),
-          ``exposed/reduction_s`` (waiting for gradients), ``exposed/norm_s``, ``exposed/update_s`` (the step of this
-          rank's shards in this process), ``exposed/worker_s`` (waiting for a worker), ``exposed/disk_s`` (waiting for a
-          file), ``exposed/gather_s`` (parameters to all ranks), ``exposed/params_s`` (forwards, or the
-          next step, waiting for parameters, with ``overlap_param_gather``) and ``exposed/other_s``;
-        - ``hidden/exchange_s``: how much longer the exchange thread was busy since the step before than was waited for
-          it; ``hidden/worker_s``: likewise of the worker's last step, ``worker/step_s``, without drafts;
-        - ``sent_bytes``: gradients and parameters that other ranks have had of this one since the step before;
-        - ``grad_norm`` and ``clip_factor``: where the step's gradients were clipped here;
-        - ``worker/deaths``, ``worker/drafts_kept`` and ``worker/drafts_redone`` (buckets, with ``speculate``) since
-          construction; ``disk/read_bytes``, ``disk/read_GB_per_s``, ``disk/write_bytes``, ``disk/write_GB_per_s``;
-        - ``steps`` and ``skipped_steps`` since construction.
-
-        There are keys for what the optimizer has: none of a worker without one. Before the first step there are counts
-        alone, and so at world size 1 where the wrapped class itself steps the parameters.
+        Keys begin with what they are about: ``exposed/`` (seconds that the user's thread has spent in ``step()``, and
+        in ``clip_grad_norm_()`` and GradScaler's ``unscale_`` before it, by cause), ``hidden/`` (seconds that the
+        exchange thread and the worker have worked meanwhile), ``worker/``, ``disk/`` (bytes, GB/s); besides
+        ``sent_bytes``, ``grad_norm``, ``clip_factor``, ``steps`` and ``skipped_steps``. docs/observing.md lists them.
+        There are keys for what the optimizer has: none of a worker without one. Before the first step, and at world
+        size 1 where the wrapped class itself steps the parameters, there are counts alone.
         """
         return self._engine.stats()
 
@@ -444,6 +432,11 @@ class ShardedOptimizer(UnevenInputs):
         unscales, local = self._engine.unscales, self._engine.grads_are_local
         asks = note_scaler(self, unscaled=local and not unscales)
         return unscales or (asks and local)
+
+    def __repr__(self) -> str:
+        kind, groups = super().__repr__().split("\n", 1)
+        held = "; ".join(f"{name} {mib(nbytes)}" for name, nbytes in self.memory_report().items())
+        return f"{kind}\n{self._engine.summary()}\n{held}\n{groups}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CHOSEN_ONCE:

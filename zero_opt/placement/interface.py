@@ -71,6 +71,11 @@ class Placement(ABC):
         """Bytes of memory that gradients or state pass through when they are stepped."""
         return 0
 
+    @property
+    def threads(self) -> int | None:
+        """How many threads of ours step; ``None`` where the class steps by itself."""
+        return None
+
     def figures(self) -> Mapping[str, float]:
         """Return the placement's own figures for ``stats()``, of the step that ends; called once per step."""
         return {}

@@ -32,6 +32,7 @@ _RANKS_PER_HOST = 8
 _MOST_RANKS = 2**31 - 1
 
 PLACES = ("device", "host", "nvme")
+_SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 KINDS = ("params", "grads", "grad_shards", "staging", "state", "masters", "buffers", "communicator")
 
 
@@ -110,24 +111,24 @@ class Estimate:
         return self.nbytes(where="nvme")
 
     def __str__(self) -> str:
-        """A table of MiB by name and place."""
+        """A table by name and place, in KiB, MiB or GiB, whichever suits the total."""
         cells: dict[tuple[str, str], Counter[str]] = {}
         for row in sorted(self.rows, key=lambda row: KINDS.index(row.kind)):
             cells.setdefault((row.kind, row.name), Counter())[row.where] += row.nbytes
         hosts = f", {self.ranks_per_host} to a host" if self.ranks_per_host < self.world_size else ""
-        lines = [self.title, f"rank {self.rank} of {self.world_size}{hosts}, in MiB"]
+        totals = [self.nbytes(where=place) for place in PLACES]
+        unit, size = next((unit for unit in _SIZES if max(totals) >= 10 * unit[1]), _SIZES[-1])
+        lines = [self.title, f"rank {self.rank} of {self.world_size}{hosts}, in {unit}"]
         lines.append(_line("", "", PLACES))
-        lines += [_line(kind, name, map(_mib, map(nbytes.get, PLACES))) for (kind, name), nbytes in cells.items()]
-        lines.append(_line("total", "", map(_mib, (self.nbytes(where=place) for place in PLACES))))
+        cells["total", ""] = Counter(dict(zip(PLACES, totals, strict=True)))
+        for (kind, name), nbytes in cells.items():
+            sizes = [f"{nbytes[place] / size:,.2f}" if nbytes[place] else "-" for place in PLACES]
+            lines.append(_line(kind, name, sizes))
         return "\n".join(lines)
 
 
 def _line(kind: str, name: str, cells: Iterable[str]) -> str:
     return f"{kind:<12} {name:<22}" + "".join(f"{cell:>14}" for cell in cells)
-
-
-def _mib(nbytes: int | None) -> str:
-    return f"{nbytes / 2**20:,.2f}" if nbytes else "-"
 
 
 def estimate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import zero_opt
+from test.support.guides import DOCS
 from test.support.harness import run_processes, run_threads
 
 EXPOSED = {
@@ -142,3 +144,48 @@ def test_skipped_steps_are_counted(world_size: int) -> None:
     for found in run_threads(world_size, _skipped):
         assert found["skipped_steps"] == 1
         assert found.get("steps", 0) == 0
+
+
+def _all_keys(rank: int, world_size: int, folder: Path) -> set[str]:
+    found: set[str] = set()
+    for offload in (zero_opt.WorkerOffload(speculate=True), zero_opt.NVMeOffload(folder)):
+        model = _model()
+        with closing(make(model, offload=offload, max_grad_norm=1.0)) as optimizer:
+            _train(model, optimizer, rank, 1)
+            found |= optimizer.stats().keys()
+    return found
+
+
+def test_the_guide_lists_every_key(tmp_path: Path) -> None:
+    listed = {
+        key
+        for line in (DOCS / "observing.md").read_text().splitlines()
+        if line.startswith("| `") and "`" in line
+        for key in re.findall(r"`([a-zA-Z_/]+)`", line.split("|")[1])
+    }
+    (found,) = run_threads(1, _all_keys, tmp_path)
+    assert found == {key for key in listed if not key.isupper()}
+
+
+def _printed(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    with closing(make(_model(), **options)) as optimizer:
+        assert repr(optimizer) == str(optimizer)
+        text = repr(optimizer)
+    assert repr(optimizer)
+    return text
+
+
+def test_what_is_printed() -> None:
+    offload = zero_opt.WorkerOffload(threads=1)
+    for rank, text in enumerate(run_processes(2, _printed, {"offload": offload})):
+        kind, summary, held, *groups = text.splitlines()
+        assert kind == "ShardedOptimizer ("
+        assert summary.startswith(f"AdamW on rank {rank} of 2; Overlapped(")
+        assert "through shared memory; " in summary
+        assert summary.endswith(f"{offload}; 1 threads")
+        assert "state" in held and held.count(";") == 2
+        assert groups[0] == "Parameter Group 0"
+    for text in run_processes(2, _printed, {"reduction": zero_opt.AtStep(exchange="backend")}):
+        assert "; no offload" in text and "through messages" in text
+    (alone,) = run_threads(1, _printed, {})
+    assert "AdamW on one rank, which steps the parameters itself" in alone

@@ -105,7 +105,17 @@ def test_ranks_share_memory_with_those_of_their_host_and_fewer_share_cores() -> 
         with pytest.raises(error, match="ranks_per_host"):
             one.on_hosts_of(number)  # type: ignore[arg-type]
     assert several.on_rank(3).on_hosts_of(4).rows == one.on_rank(3).rows
-    assert "rank 0 of 1024, 8 to a host, in MiB" in str(estimate(linears(), 1024))
+    assert "rank 0 of 1024, 8 to a host, in KiB" in str(estimate(linears(), 1024))
+
+
+@pytest.mark.parametrize(
+    ("numel", "unit", "size"), [(1000, "KiB", 2**10), (10**6, "MiB", 2**20), (10**9, "GiB", 2**30)]
+)
+def test_the_unit_suits_the_total(numel: int, unit: str, size: int) -> None:
+    found = estimate(numel, 1)
+    _, heading, *_, total = str(found).splitlines()
+    assert heading.endswith(f"in {unit}")
+    assert total.split() == ["total", f"{found.device_bytes / size:,.2f}", "-", "-"]
 
 
 def test_two_stages_have_two_communicators_and_a_bucket_in_the_order_of_places() -> None:

@@ -80,6 +80,11 @@ class NativeSteps:
                 state[role] = value.to(HOST, torch.float32 if value.is_floating_point() else value.dtype)
         _require_steppable(unit, position, state)
 
+    @property
+    def threads(self) -> int:
+        """How many threads step."""
+        return checked_threads(self._threads)
+
     def note_adopted(self, index: int, state: ParamState) -> None:
         """Let :meth:`has_adopted` be true of a state until the user puts other values into it."""
         self._adopted[index] = [*state.values()]

@@ -114,6 +114,10 @@ class DevicePlacement(SlicePlacement[Unit]):
         return self._inner
 
     @property
+    def threads(self) -> int | None:
+        return None if self._native is None else self._native.threads
+
+    @property
     def spare_nbytes(self) -> int:
         return self._make_units.spare_nbytes
 

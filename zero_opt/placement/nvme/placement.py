@@ -12,6 +12,7 @@ import torch
 
 from ...errors import StorageFailed, ZeroOptError
 from ...kernels import adam_update_
+from ...kernels.threads import checked_threads
 from ...policies import AdamState, NVMeOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
@@ -81,6 +82,10 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     @property
     def staging_nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def threads(self) -> int:
+        return checked_threads(self._threads)
 
     def figures(self) -> Mapping[str, float]:
         before, self._moved = self._moved, self._disk.totals()

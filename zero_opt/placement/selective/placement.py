@@ -129,6 +129,10 @@ class SelectivePlacement(Placement):
         own = sum(array.nbytes for column_slice in self._slices.values() for array in column_slice.selected.values())
         return own + self._inner.spare_nbytes + self._small.spare_nbytes
 
+    @property
+    def threads(self) -> int | None:
+        return self._inner.threads
+
     def figures(self) -> Mapping[str, float]:
         return self._inner.figures()
 

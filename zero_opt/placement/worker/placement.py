@@ -132,6 +132,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             event.synchronize()
         self._copies.clear()
 
+    @property
+    def threads(self) -> int:
+        return self._worker.threads
+
     def figures(self) -> Mapping[str, float]:
         return {"worker/step_s": self._worker.control.step_seconds, "worker/deaths": float(self._worker.deaths)}
 

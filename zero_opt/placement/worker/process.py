@@ -192,11 +192,11 @@ class WorkerProcess:
 
     Attributes:
         arena: the control area, then whatever :meth:`extend` has added. control: its control area.
-        deaths: how many workers have been replaced.
+        deaths: how many workers have been replaced. threads: how many each has.
     """
 
     def __init__(self, policy: WorkerOffload, cores: Sequence[int], threads: int) -> None:
-        self._policy, self._cores, self._threads = policy, tuple(cores), threads
+        self._policy, self._cores, self.threads = policy, tuple(cores), threads
         self._pid = os.getpid()
         nbytes = control_nbytes(threads)
         try:
@@ -216,7 +216,7 @@ class WorkerProcess:
 
     def _connect(self) -> None:
         arena = self.arena
-        lanes = _LANES_PER_THREAD * self._threads
+        lanes = _LANES_PER_THREAD * self.threads
         self.control = native.Control(arena.address, arena.bytes.numel(), lanes=lanes, max_runs=_MAX_RUNS)
 
     def require_not_forked(self) -> None:
@@ -276,7 +276,7 @@ class WorkerProcess:
     def _spawn(self) -> _Child:
         handles, control = self._handles, self.control
         fds = (self.arena.fd, handles.wake, handles.done, handles.own_pidfd)
-        arguments = [str(native.__file__), *map(str, [*fds, self._threads, *self._cores])]
+        arguments = [str(native.__file__), *map(str, [*fds, self.threads, *self._cores])]
         return handles.start_child(lambda: _Child(arguments, fds, control.generation))
 
     def _obituary(self, child: _Child, what: str) -> str:
