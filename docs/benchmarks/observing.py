@@ -1,0 +1,147 @@
+"""What it costs a step to be observed: ``opt.stats()``, and labels for profilers, with and without.
+
+    python docs/benchmarks/observing.py [--ranks 2] [--rounds 100] [--write FOLDER]
+
+Steps with and without alternate in the same run; *without*, phases neither look at a clock nor have labels. The figures
+are the difference of neighbors, its mean with an interval of 95 %, and the processor time of one phase and of one call
+of ``stats()``, times how many a step has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.machine import command, load, machine, today, write_result
+from torch import nn
+
+import zero_opt
+from zero_opt.optimizer import sharded
+from zero_opt.system import stages
+from zero_opt.system.phases import Phase, Seconds
+
+_CALLS = 20_000
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Phases are nothing."""
+    nothing = nullcontext()
+    with (
+        mock.patch.object(sharded, "Phase", return_value=nothing),
+        mock.patch.object(stages, "Phase", return_value=nothing),
+        mock.patch.object(Seconds, "counted", return_value=nothing),
+    ):
+        yield
+
+
+def each_us(call: Any) -> float:
+    """Microseconds of processor time of one call."""
+    begin = time.thread_time()
+    for _ in range(_CALLS):
+        call()
+    return (time.thread_time() - begin) / _CALLS * 1e6
+
+
+def phase() -> None:
+    """Enter and leave one phase."""
+    with Phase("update"):
+        pass
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the phases of all threads."""
+    count, enter = [0], Phase.__enter__
+
+    def note(self: Phase) -> None:
+        count[0] += 1
+        enter(self)
+
+    with mock.patch.object(Phase, "__enter__", note):
+        yield count
+
+
+def train(rank: int, ranks: int, rounds: int, store: str, results: Any) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+    opt = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, max_grad_norm=1.0)
+    data = torch.randn(32, 512)
+
+    def step(context: Any) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        with context:
+            opt.zero_grad()
+            model(data).square().mean().backward()
+            opt.step()
+        opt.stats()
+        return time.perf_counter() - begin
+
+    for _ in range(5):
+        step(nullcontext())
+    with counted() as count:
+        step(nullcontext())
+    differences, bare = [], []
+    for turn in range(rounds):
+        order = (True, False) if turn % 2 else (False, True)
+        seconds = {observed: step(nullcontext() if observed else unobserved()) for observed in order}
+        differences.append(seconds[True] - seconds[False])
+        bare.append(seconds[False])
+    with Seconds().counted("other"):
+        phase_us = each_us(phase)
+    if rank == 0:
+        results.put((differences, bare, count[0], phase_us, each_us(opt.stats)))
+    opt.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=100, help="pairs of steps")
+    parser.add_argument("--write", type=Path, help="a folder for the result")
+    given = parser.parse_args()
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (given.ranks, given.rounds, f"{folder}/store", results)
+        started = mp.spawn(train, arguments, given.ranks, join=False)
+        differences, bare, count, phase_us, stats_us = results.get()
+        started.join()
+    mean, half = statistics.fmean(differences), 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
+    lines = [
+        f"### The cost of being observed, {today()}",
+        "",
+        f"{machine()}; {load()}; `{command('docs/benchmarks/observing.py')}`",
+        "",
+        "| | |",
+        "| --- | ---: |",
+        f"| a step without, median | {1e3 * statistics.median(bare):.2f} ms |",
+        f"| with less without, mean of {len(differences)} pairs | {1e3 * mean:+.3f} ± {1e3 * half:.3f} ms |",
+        f"| phases per step, of all threads | {count} |",
+        f"| one phase | {phase_us:.2f} us of processor |",
+        f"| one `stats()` | {stats_us:.1f} us of processor |",
+        f"| per step: phases and one `stats()` | {(count * phase_us + stats_us) / 1e3:.3f} ms of processor |",
+    ]
+    print("\n".join(lines))
+    if given.write:
+        write_result(given.write, "observing", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
