@@ -1,10 +1,12 @@
-"""``python -m zero_opt estimate`` and ``python -m zero_opt doctor``."""
+"""The command line: ``python -m zero_opt`` and ``estimate``, ``plan`` or ``doctor``."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import inspect
+import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +14,8 @@ from typing import Any
 
 import torch
 
-from . import kernels
-from .errors import ConfigConflict, ZeroOptError
+from . import __version__, kernels
+from .errors import ConfigConflict, ConfigError, ZeroOptError
 from .placement import Offload
 from .policies import (
     MOMENT_FORMS,
@@ -29,6 +31,7 @@ from .policies import (
 )
 from .tools import doctor
 from .tools.estimate import estimate
+from .tools.plan import Machines, as_json, draw, plan, table
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS: dict[str, Callable[..., Offload]] = {
@@ -61,6 +64,16 @@ def _numel(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of elements such as 7e9, 7B or 350M") from None
 
 
+def _bytes(text: str) -> float:
+    """A number of bytes as machines have them: 80GB, 512GiB, 2TB."""
+    found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GB, 512GiB or 2TB")
+    number, unit, binary = found.groups()
+    power = "KMGT".index(unit.upper()) + 1 if unit else 0
+    return float(number) * float((1024 if binary else 1000) ** power)
+
+
 def _master(name: str) -> torch.dtype | str:
     return name if name == "split" else _dtype(name)
 
@@ -84,6 +97,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m zero_opt", description="What an optimizer will hold; what works here.")
+    parser.add_argument("--version", action="version", version=f"zero_opt {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command")
     sizes = commands.add_parser("estimate", help="bytes per rank on device, host and NVMe, by kind")
     sizes.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B")
@@ -109,11 +123,37 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--prediction", type=float, help="with --offload worker, --delay 1: see WorkerOffload")
     sizes.add_argument("--speculate", action="store_true", help="with --offload worker: see WorkerOffload")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
+    _add_plan(commands.add_parser("plan", help="which offload and which form of state fit a machine, best first"))
     looks = commands.add_parser(
         "doctor", help="what of zero_opt works on this machine, and what to do where it does not"
     )
     looks.add_argument("--path", help="a directory for NVMeOffload, to look at too")
+    looks.add_argument("--json", action="store_true", help="print a JSON list, for a report")
     return parser
+
+
+def _add_plan(plans: argparse.ArgumentParser) -> None:
+    plans.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B; they run in bf16")
+    plans.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
+    plans.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
+    plans.add_argument("--device", default="cuda", help="where parameters are: cuda (default), cpu or another")
+    plans.add_argument("--device-memory", type=_bytes, default=0.0, help="of each device, such as 80GB")
+    plans.add_argument("--host-memory", type=_bytes, required=True, help="of each host, such as 512GB")
+    plans.add_argument("--disk", type=_bytes, default=0.0, help="of each host, for state, such as 2TB (default none)")
+    plans.add_argument("--json", action="store_true", help="print the choices as JSON")
+    plans.add_argument("--plot", help="a PNG file, for a picture of what each choice holds")
+
+
+def _print_plan(given: argparse.Namespace) -> None:
+    per_host = min(8, given.world) if given.ranks_per_host is None else given.ranks_per_host
+    sizes = given.device_memory, given.host_memory, given.disk
+    machines = Machines(given.device, given.world, per_host, *sizes)
+    if not machines.on_host and not given.device_memory:
+        raise ConfigError(f"--device-memory of a {given.device} is needed, such as 80GB; or --device cpu")
+    choices = plan(given.numel, machines)
+    print(json.dumps(as_json(choices), indent=2) if given.json else table(choices, machines))
+    if given.plot:
+        draw(choices, machines, given.plot)
 
 
 def _offload(given: argparse.Namespace) -> Offload:
@@ -161,12 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.command == "doctor":
-        return doctor.print_findings(given.path)
+        return doctor.print_findings(given.path, as_json=given.json)
     if given.command is None:
         parser.print_help()
         return 0
     try:
-        _print_estimate(given)
+        (_print_plan if given.command == "plan" else _print_estimate)(given)
     except ZeroOptError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

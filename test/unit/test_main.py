@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "3e6", "--world", "2", "--device", "cuda", "--offload", "nvme", "--window-mb", "2"]) == 0
     same = zero_opt.estimate(3e6, 2, offload=zero_opt.NVMeOffload(".", window_mb=2.0), device="cuda")
     assert capsys.readouterr().out == f"{same}\n" and same.nvme_bytes > 12 * 3e6 / 2
+
+
+def test_the_doctor_s_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert found["torch"]["status"] == "ok" and torch.__version__ in found["torch"]["found"]
+    assert all(entry.keys() == {"status", "name", "found", "advice"} for entry in found.values())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"zero_opt {zero_opt.__version__}, torch {torch.__version__}"
 
 
 def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:

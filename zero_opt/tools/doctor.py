@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -64,13 +65,20 @@ def examine(path: str | None = None) -> Iterator[Finding]:
         yield from _path(path)
 
 
-def print_findings(path: str | None = None) -> int:
-    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
-    bad = 0
+def print_findings(path: str | None = None, *, as_json: bool = False) -> int:
+    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1.
+
+    Args:
+        as_json: print a JSON list, with an object per finding.
+    """
+    findings = []
     for finding in examine(path):
-        print(finding)
-        bad += finding.status == BAD
-    return int(bad > 0)
+        findings.append(finding)
+        if not as_json:
+            print(finding)
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    return int(any(finding.status == BAD for finding in findings))
 
 
 def _python() -> Iterator[Finding]:

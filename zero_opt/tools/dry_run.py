@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from ..system.devices import is_host
 from ..system.extension import native_available
 from ..system.stages import CallStages
 
+# Of so many buckets that are alike, each lane has had one, and each turn of a gather.
+_ALIKE = 32
 # The name of every exchange: messages that are not sent hold zeros.
 _IDENT = Ident(0, 0, 0)
 
@@ -171,7 +174,7 @@ def staging_nbytes(
         dtype = precision.between_hosts_dtype
         rounded = {} if dtype is None else dict.fromkeys(elsewhere, dtype)
         exchange = _exchange(device, _Silent(rank, world_size), pool, per_host, rounded)
-        _play_step(device, there, exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
+        _play_step(device, _some(there), exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
         total += pool.nbytes
         if isinstance(exchange, (_SharedMemory, HierarchicalExchange)):
             total += own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there))
@@ -197,13 +200,26 @@ def _exchange(
     return messages if per_host == 1 else HierarchicalExchange(_SilentMemory(), messages, per_host, pool)
 
 
+def _some(buckets: Sequence[GradBucket]) -> dict[int, GradBucket]:
+    """Return buckets by their turn, without those that find all buffers made: many alike had been in every lane."""
+    seen: Counter[object] = Counter()
+    kept = dict[int, GradBucket]()
+    for turn, bucket in enumerate(buckets):
+        layout = bucket.layout
+        alike = (layout.numel, layout.numels, tuple(layout.bounds), bucket.dtype, bucket.shard_dtype, bucket.pieces)
+        seen[alike] += 1
+        if seen[alike] <= _ALIKE:
+            kept[turn] = bucket
+    return kept
+
+
 def _play_step(
-    device: torch.device, buckets: Sequence[GradBucket], exchange: Exchange, pool: StagingPool, *, reduces: bool
+    device: torch.device, buckets: Mapping[int, GradBucket], exchange: Exchange, pool: StagingPool, *, reduces: bool
 ) -> None:
-    """Reduce and gather all buckets of a device, as a step does."""
-    for bucket in buckets:
+    """Reduce and gather buckets of a device, given by their turn, as a step does."""
+    for bucket in buckets.values():
         bucket.reserve_staging(pool)
-    for bucket in buckets if reduces else ():
+    for bucket in buckets.values() if reduces else ():
         fill = bucket.fill()
         for position, flat in enumerate(bucket.params):
             fill.put(position, torch.empty_like(flat.param))
@@ -211,5 +227,5 @@ def _play_step(
         if not is_host(device):  # staged in memory that is given back
             fill.staged = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=bucket.device)
         bucket.reduce(fill, _IDENT, [False] * len(bucket.slices), exchange, pool)
-    for turn, bucket in enumerate(buckets):
+    for turn, bucket in buckets.items():
         exchange.gather_runs(_IDENT._replace(sequence=turn), bucket.param_runs(), bucket.layout.bounds)()

@@ -1,0 +1,150 @@
+"""Plans: what fits a machine, in which order, and what the command line makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_opt
+from zero_opt.__main__ import main
+from zero_opt.errors import ConfigError
+from zero_opt.tools import plan as planning
+from zero_opt.tools.plan import Choice, Machines, plan
+
+GB, TB = 1e9, 1e12
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
+
+
+def machines(**given: Any) -> Machines:
+    usual = {"device": "cuda", "world_size": 8, "ranks_per_host": 8, "device_nbytes": 80 * GB}
+    return Machines(**{**usual, "host_nbytes": 512 * GB, "disk_nbytes": 2 * TB, **given})
+
+
+def fitting(numel: float, **given: Any) -> list[Choice]:
+    return [choice for choice in plan(numel, machines(**given)) if not choice.lacks]
+
+
+def test_what_fits_is_what_has_room_everywhere() -> None:
+    there = machines(device_nbytes=40 * GB, host_nbytes=256 * GB)
+    choices = plan(13e9, there)
+    for choice in choices:
+        for place in ("device", "host", "nvme"):
+            over = choice.total(place) - there.room(place)
+            assert choice.lacks.get(place, 0) == max(0, round(over))
+    assert [bool(choice.lacks) for choice in choices] == sorted(bool(choice.lacks) for choice in choices)
+    assert any(choice.lacks for choice in choices) and not choices[0].lacks
+
+
+def test_torchs_bits_come_first_and_then_the_shortest_step() -> None:
+    found = fitting(7e9)
+    worth = [(choice.says, choice.exposed_s) for choice in found]
+    kinds = [says for says, _ in worth]
+    assert kinds[0] == "fp32 state, torch's bits" and "one step late" in kinds[-1]
+    for kind in set(kinds):
+        there = [at for at, other in enumerate(kinds) if other == kind]
+        assert there == list(range(there[0], there[-1] + 1))
+        assert [worth[at][1] for at in there] == sorted(worth[at][1] for at in there)
+
+
+def test_three_machines() -> None:
+    """A model that fits, one whose state does not, and one whose state does not fit host memory either."""
+    plain = fitting(1e9, world_size=1, ranks_per_host=1)[0]
+    assert plain.offload == "none"
+    host = fitting(7e9, world_size=1, ranks_per_host=1, device_nbytes=40 * GB, host_nbytes=256 * GB)[0]
+    assert host.offload == "WorkerOffload(speculate=True)"
+    disk = fitting(7e9, world_size=1, ranks_per_host=1, device_nbytes=40 * GB, host_nbytes=24 * GB)[0]
+    assert disk.offload == "NVMeOffload(...)"
+    assert not fitting(7e9, world_size=1, ranks_per_host=1, device_nbytes=10 * GB)
+    sharded = fitting(70e9, world_size=64)[0]
+    assert sharded.params == "FSDP2" and sharded.code.startswith("fully_shard(model")
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("placed", planning._PLACED[1:], ids=lambda placed: placed.name)
+def test_large_numbers_are_as_estimated(placed: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, form, numel = machines(world_size=2, ranks_per_host=2), planning._STATE_FORMS[turn], 2.5e9
+    found = planning._held(numel, there, placed, form, fsdp=False)
+    monkeypatch.setattr(planning, "_MORE", 10**10)
+    expected = planning._held(numel, there, placed, form, fsdp=False)
+    for place, kinds in expected.items():
+        for kind, nbytes in kinds.items():
+            assert found[place][kind] == pytest.approx(nbytes, rel=0.01, abs=2**24)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_many_ranks_are_as_estimated(fsdp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, numel = machines(world_size=24, ranks_per_host=8), 2e9
+    for placed in planning._PLACED[:2]:
+        found = planning._held(numel, there, placed, planning._STATE_FORMS[0], fsdp=fsdp)
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "_RANKS", 24)
+            expected = planning._held(numel, there, placed, planning._STATE_FORMS[0], fsdp=fsdp)
+        for place, kinds in expected.items():
+            assert sum(found[place].values()) == pytest.approx(sum(kinds.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_line_of_code_runs_where_parameters_are_on_the_cpu(number: int) -> None:
+    choices = fitting(1e6, device="cpu", world_size=1, ranks_per_host=1)
+    for choice in choices[number::3]:
+        if "NVMeOffload" in choice.code:
+            continue
+        model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        names: dict[str, Any] = {"model": model, "torch": torch, "zero_opt": zero_opt, "lr": 1e-3, "warmup": 2}
+        exec(choice.code, names)
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+        names["opt"].step()
+        names["opt"].close()
+
+
+def test_on_the_cpu_all_is_host_memory() -> None:
+    for choice in plan(1e8, machines(device="cpu", device_nbytes=0.0, world_size=2, ranks_per_host=2)):
+        assert choice.total("device") == 0 < choice.total("host")
+        assert choice.params == "on every rank" and choice.offload != "CPUOffload()"
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ("100M", "--world", "2", "--device-memory", "1.5GB", "--host-memory", "16GiB", "--disk", "100GB")
+    text = _run(capsys, *given)
+    choices = json.loads(_run(capsys, *given, "--json"))
+    first = choices[0]
+    assert first["fits"] and f"1. {first['code']}" in text.splitlines()
+    assert "device/1.5" in text and "host/8.6" in text and "nvme/50.0" in text
+    pytest.importorskip("matplotlib")
+    _run(capsys, *given, "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _run(capsys, "7B", "--device-memory", "1GB", "--host-memory", "1GB")
+    assert text.rstrip().endswith("Nothing fits: take more ranks, or a smaller model.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["7B", "--host-memory", "1GB"], "--device-memory of a cuda is needed"),
+        (["0", "--device", "cpu", "--host-memory", "1GB"], "must be positive"),
+        (["7B", "--device", "cpu", "--host-memory", "1GB", "--world", "0"], "world_size must be at least 1"),
+    ],
+)
+def test_mistakes(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_mistakes_in_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "7B", "--host-memory", "lots"])
+    assert "is not a number of bytes such as 80GB" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        plan(float("nan"), machines())

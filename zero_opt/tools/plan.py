@@ -1,0 +1,326 @@
+"""``python -m zero_opt plan``: which offload and which form of state fit a machine, and which to prefer.
+
+[Note: what a step costs]
+An Adam step reads and writes its state once, so it takes about twice the bytes of the state by the bandwidth of where
+they lie, which the ranks of a host share but for their devices. Gradients and updated parameters cross the link of the
+device. Of what runs behind backward a tenth counts, as backward is not always long enough. The bandwidths are those of
+a usual server; only the order of the choices is meant to be right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+from ..kernels import CPUAdamW
+from ..placement import Offload
+from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload, check_integer
+from ..system.devices import is_host
+from .estimate import PLACES, estimate
+
+_GB_PER_S = {"device": 1500.0, "host": 100.0, "nvme": 3.0}
+_LINK_GB_PER_S = 25.0
+# Memory grows evenly with the elements of a rank from here on; larger numbers are read off two smaller ones.
+_FEW, _MORE = 400_000_000, 800_000_000
+# Of more ranks each has what it would have of fewer, of a smaller model, but for the parameters.
+_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the ranks have.
+
+    Attributes:
+        device: type of device that parameters are on. world_size: number of ranks, each with a device of its own.
+        ranks_per_host: how many share the memory and the disk of a host.
+        device_nbytes: memory of a device; none of its own on the CPU. host_nbytes, disk_nbytes: of a host.
+    """
+
+    device: str
+    world_size: int
+    ranks_per_host: int
+    device_nbytes: float
+    host_nbytes: float
+    disk_nbytes: float
+
+    def __post_init__(self) -> None:
+        check_integer("world_size", self.world_size)
+        check_integer("ranks_per_host", self.ranks_per_host)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters are in host memory."""
+        return is_host(torch.device(self.device))
+
+    def room(self, place: str) -> float:
+        """Bytes in a place for each rank."""
+        if place == "device":
+            return 0.0 if self.on_host else self.device_nbytes
+        return (self.host_nbytes if place == "host" else self.disk_nbytes) / self.ranks_per_host
+
+
+class _Placed(NamedTuple):
+    name: str
+    offload: Offload = None
+    code: str = ""  # in place of the name
+    exposed: float = 1.0  # how much of the step is not hidden behind backward, or what follows
+    late: bool = False
+
+
+class _Form(NamedTuple):
+    state: AdamState
+    says: str
+
+
+_PLACED = (
+    _Placed("none"),
+    _Placed("WorkerOffload(speculate=True)", WorkerOffload(speculate=True), exposed=0.1),
+    _Placed("WorkerOffload()", WorkerOffload()),
+    _Placed("CPUOffload()", CPUOffload()),
+    _Placed("NVMeOffload(...)", NVMeOffload("."), 'NVMeOffload("/a/directory")'),
+    _Placed(
+        "WorkerOffload(delay=1)",
+        WorkerOffload(delay=1, prediction=1.0),
+        "WorkerOffload(delay=1, warmup_steps=warmup, prediction=1.0)",
+        exposed=0.0,
+        late=True,
+    ),
+)
+_STATE_FORMS = (
+    _Form(AdamState(), "fp32 state, torch's bits"),
+    _Form(AdamState("bfloat16", None), "bf16 moments"),
+    _Form(AdamState("block8", None), "8-bit moments"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train, with what a rank holds.
+
+    Attributes:
+        code: the line to write. says: how the result differs from plain AdamW with fp32 state.
+        offload: its name. params: whether every rank has all parameters, or FSDP2 shards them.
+        nbytes: bytes on one rank, by place (``device``, ``host``, ``nvme``) and kind. On the CPU all is ``host``.
+        exposed_s: about how long ``step()`` takes, for comparison; see the module.
+        lacks: bytes that are missing, by place; empty if it fits.
+    """
+
+    code: str
+    says: str
+    offload: str
+    params: str
+    nbytes: Mapping[str, Mapping[str, int]]
+    exposed_s: float
+    lacks: Mapping[str, int]
+
+    def total(self, place: str) -> int:
+        """Bytes on one rank in one place."""
+        return sum(self.nbytes[place].values())
+
+
+def plan(numel: float, machines: Machines) -> list[Choice]:
+    """Return every choice for a model of ``numel`` elements that runs in bf16, those that fit and are best first.
+
+    Choices with torch's bits come first, then compact state, then late updates; each by how long ``step()`` takes.
+    Activations, what frameworks take for themselves and, under FSDP2, gathered layers are not counted: they need what
+    is left.
+
+    Raises:
+        ConfigError: ``numel`` or a field of ``machines`` is not positive.
+    """
+    if not numel >= 1:
+        raise ConfigError(f"the number of elements must be positive, got {numel:g}")
+    found = list(_choices(numel, machines))
+    order = {id(choice): turn for turn, (_, choice) in enumerate(sorted(found, key=_preference))}
+    return sorted((choice for _, choice in found), key=lambda choice: order[id(choice)])
+
+
+def _preference(entry: tuple[tuple[int, ...], Choice]) -> tuple[Any, ...]:
+    worth, choice = entry
+    return bool(choice.lacks), worth, sum(choice.lacks.values()), choice.exposed_s
+
+
+def _choices(numel: float, machines: Machines) -> Iterator[tuple[tuple[int, ...], Choice]]:
+    for placed in _PLACED:
+        for turn, form in enumerate(_STATE_FORMS):
+            if placed.offload is None and turn and not machines.on_host:
+                continue  # compact state is stepped on the CPU
+            if isinstance(placed.offload, CPUOffload) and machines.on_host:
+                continue  # the same as none
+            for fsdp in (False, True) if machines.world_size > 1 and not machines.on_host else (False,):
+                yield (int(placed.late), turn), _choice(numel, machines, placed, form, fsdp=fsdp)
+
+
+def _choice(numel: float, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> Choice:
+    nbytes = _held(numel, machines, placed, form, fsdp=fsdp)
+    lacks = {
+        place: round(sum(nbytes[place].values()) - machines.room(place))
+        for place in PLACES
+        if sum(nbytes[place].values()) > machines.room(place)
+    }
+    says = form.says if not placed.late else f"{form.says}, each update one step late"
+    code, params = _code(placed, form, fsdp=fsdp), "FSDP2" if fsdp else "on every rank"
+    exposed_s = _exposed_s(nbytes, machines, placed)
+    return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks)
+
+
+def _code(placed: _Placed, form: _Form, *, fsdp: bool) -> str:
+    plain = form.state == AdamState()
+    own = "" if plain else f"state=zero_opt.{_state(form, fsdp=fsdp)!r}"
+    masters = "" if fsdp or not plain or placed.offload else "precision=zero_opt.MixedPrecision(torch.float32)"
+    arguments = [
+        "model.parameters()",
+        "torch.optim.AdamW" if plain else "zero_opt.CPUAdamW",
+        "lr=lr",
+        "" if placed.offload or not plain else "fused=True",
+        masters,
+        own,
+        f"offload=zero_opt.{placed.code or placed.name}" if placed.offload else "",
+    ]
+    line = f"opt = zero_opt.ShardedOptimizer({', '.join(filter(None, arguments))})"
+    wrap = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); "
+    return wrap + line if fsdp else line
+
+
+def _state(form: _Form, *, fsdp: bool) -> AdamState:
+    """The form in which state is kept: with masters in the second half of split ones, where parameters are bf16."""
+    return form.state if fsdp or form.state == AdamState() else AdamState(form.state.moments, "split")
+
+
+def _held(numel: float, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> dict[str, Counter[str]]:
+    """Bytes on one rank by place and kind."""
+    ranks = 1 if fsdp else min(machines.world_size, _RANKS)
+    each, few, more = max(round(numel * ranks / machines.world_size), 1), _FEW * ranks, _MORE * ranks
+    if each <= more:
+        found = _estimated(each, ranks, machines, placed, form, fsdp=fsdp)
+    else:
+        start, end = (_estimated(count, ranks, machines, placed, form, fsdp=fsdp) for count in (few, more))
+        share = (each - few) / (more - few)
+        found = {place: Counter(start[place]) for place in PLACES}
+        for place, kinds in end.items():
+            for kind, nbytes in kinds.items():
+                found[place][kind] += round(share * (nbytes - start[place][kind]))
+    if not fsdp:
+        place = "host" if machines.on_host else "device"
+        found[place]["params"] = round(numel * torch.bfloat16.itemsize)
+    return found
+
+
+def _estimated(
+    numel: float, ranks: int, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool
+) -> dict[str, Counter[str]]:
+    plain, options = form.state == AdamState(), dict[str, Any]()
+    if not plain:
+        options["state"] = _state(form, fsdp=fsdp)
+    elif not fsdp:
+        options["precision"] = MixedPrecision(torch.float32)
+    found = estimate(
+        numel,
+        ranks,
+        torch.optim.AdamW if plain else CPUAdamW,
+        offload=placed.offload,
+        param_dtype=torch.float32 if fsdp else torch.bfloat16,
+        device=machines.device,
+        **options,
+    )
+    if found.ranks_per_host != min(machines.ranks_per_host, ranks):
+        found = found.on_hosts_of(machines.ranks_per_host)
+    nbytes: dict[str, Counter[str]] = {place: Counter() for place in PLACES}
+    for row in found.rows:
+        place = "host" if machines.on_host and row.where == "device" else row.where
+        nbytes[place][row.kind] += row.nbytes
+    return nbytes
+
+
+def _exposed_s(nbytes: Mapping[str, Mapping[str, int]], machines: Machines, placed: _Placed) -> float:
+    """See [Note: what a step costs]."""
+    seconds = 0.0
+    for place in PLACES:
+        state = sum(nbytes[place].get(kind, 0) for kind in ("state", "masters"))
+        shared = 1 if place == "device" else machines.ranks_per_host
+        seconds += placed.exposed * 2 * state * shared / _GB_PER_S[place] / 1e9
+    if placed.offload is not None and not machines.on_host and not placed.late:
+        ways = 2 if placed.exposed == 1.0 else 1  # gradients leave behind backward
+        seconds += ways * nbytes["device"].get("grad_shards", 0) / _LINK_GB_PER_S / 1e9
+    return seconds
+
+
+def table(choices: Sequence[Choice], machines: Machines) -> str:
+    """The choices as text: a table, with what those that do not fit lack, and the line of code of those that do."""
+    places = [place for place in PLACES if place != "device" or not machines.on_host]
+    rooms = [f"{place}/{_gb(machines.room(place))}" for place in places]
+    rows = [("", "result", "offload", "parameters", "step, ms", *rooms)]
+    for number, choice in enumerate(choices, 1):
+        sizes = [_gb(choice.total(place)) + "!" * (place in choice.lacks) for place in places]
+        name = f"{number}." if not choice.lacks else "-"
+        rows.append((name, choice.says, choice.offload, choice.params, f"{1e3 * choice.exposed_s:,.0f}", *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["GB on one rank, of what it has; without activations. Best first; ! is too much.", ""]
+    for name, says, offload, params, *numbers in rows:
+        words = zip((name, says, offload, params), widths, strict=False)
+        aligned = [word.ljust(width) for word, width in words]
+        aligned += [number.rjust(width) for number, width in zip(numbers, widths[4:], strict=True)]
+        lines.append("  ".join(aligned).rstrip())
+    fitting = [choice for choice in choices if not choice.lacks]
+    lines.append("")
+    if any(choice.params == "FSDP2" for choice in fitting):
+        lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
+    lines += [f"{number}. {choice.code}" for number, choice in enumerate(fitting, 1)]
+    return "\n".join(lines if fitting else [*lines, "Nothing fits: take more ranks, or a smaller model."])
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f}" if nbytes >= 5e7 else "-"
+
+
+def as_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """The choices as JSON values, in the same order."""
+    return [
+        {
+            **vars(choice),
+            "nbytes": {place: dict(held) for place, held in choice.nbytes.items()},
+            "fits": not choice.lacks,
+        }
+        for choice in choices
+    ]
+
+
+def draw(choices: Sequence[Choice], machines: Machines, path: str) -> None:
+    """Draw what a rank holds, by kind, as stacked bars next to the room that there is.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ConfigError("--plot draws with matplotlib; pip install matplotlib") from error
+    places = [place for place in PLACES if machines.room(place) or any(choice.total(place) for choice in choices)]
+    figure, axes = pyplot.subplots(
+        1, len(places), figsize=(4.5 * len(places) + 2, 0.4 * len(choices) + 1.5), sharey=True
+    )
+    kinds = sorted({kind for choice in choices for place in places for kind in choice.nbytes[place]})
+    colors = dict(zip(kinds, mpl.color_sequences["tab10"], strict=False))
+    names = [f"{n}. {choice.offload}, {choice.params}: {choice.says}" for n, choice in enumerate(choices, 1)]
+    for axis, place in zip([axes] if len(places) == 1 else axes, places, strict=True):
+        left = [0.0] * len(choices)
+        for kind in kinds:
+            widths = [choice.nbytes[place].get(kind, 0) / 1e9 for choice in choices]
+            axis.barh(names, widths, left=left, color=colors[kind], label=kind)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axis.axvline(machines.room(place) / 1e9, color="black", linestyle="--")
+        axis.set_xlabel(f"{place}, GB per rank")
+        axis.invert_yaxis()
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels))
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
