@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,3 +42,35 @@ def step_copies_of_params(monkeypatch: pytest.MonkeyPatch) -> None:
         self.direct = False
 
     monkeypatch.setattr(extents.FileShard, "__init__", apart)
+
+
+class Faults:
+    """Lets the n-th transfer of a kind fail, once; a failing write has written garbage to half of its place."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._calls = {"preadv": os.preadv, "pwritev": os.pwritev}
+        self.counts = dict.fromkeys(self._calls, 0)
+        self.due: tuple[str, int, int] | None = None
+        self._lock = threading.Lock()
+        for name in self._calls:
+            monkeypatch.setattr(os, name, lambda *given, name=name: self._call(name, *given))
+
+    def _call(self, name: str, fd: int, buffers: Any, offset: int) -> int:
+        with self._lock:
+            number, self.counts[name] = self.counts[name], self.counts[name] + 1
+            fails = self.due is not None and self.due[:2] == (name, number)
+        if fails:
+            assert self.due is not None
+            if name == "pwritev":
+                torn = mmap.mmap(-1, max(len(buffers[0]) // 8192, 1) * 4096)  # transfers past the page cache need pages
+                torn[:] = b"\xff" * len(torn)
+                self._calls[name](fd, [torn], offset)
+            raise OSError(self.due[2], os.strerror(self.due[2]))
+        return self._calls[name](fd, buffers, offset)
+
+    @contextmanager
+    def at(self, name: str, number: int, code: int) -> Iterator[None]:
+        self.counts = dict.fromkeys(self._calls, 0)
+        self.due = (name, number, code)
+        yield
+        self.due = None

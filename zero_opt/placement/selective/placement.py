@@ -313,23 +313,27 @@ class SelectivePlacement(Placement):
                 self._inner.step_by_mean_of(column_slice.index, max(column_slice.gathered, 1))
             grads = [column_slice.take_mean() if column_slice.gathered else None for column_slice in found]
             means.append(GradShard(bucket, home.slices, grads, any(grad is not None for grad in grads)))
-        try:
-            for bucket in self._inner.step(means, groups, 1.0):
-                self._write_selected([bucket])
-                yield bucket
-        except BaseException:  # of other buckets it may have stepped a part
-            self._write_selected(self._homes)
-            raise
+        yield from self._written_over(self._inner.step(means, groups, 1.0))
         if not self._delay:
             self._arriving = set()
 
     def _slices_of(self, bucket: int) -> list[ColumnSlice]:
         return [self._slices[piece.param] for piece in self._homes[bucket].slices]
 
-    def _write_selected(self, buckets: Iterable[int]) -> None:
-        """Write selected columns over what the inner placement has made of them."""
-        for bucket in buckets:
-            for column_slice in self._slices_of(bucket):
+    def _written_over(self, updated: Iterator[int]) -> Iterator[int]:
+        """The buckets that the inner placement has updated, with selected columns over what it has made of them."""
+        try:
+            for bucket in updated:
+                self._write_selected(bucket)
+                yield bucket
+        except BaseException:  # of other buckets it may have stepped a part
+            for bucket in self._homes:
+                self._write_selected(bucket)
+            raise
+
+    def _write_selected(self, bucket: int) -> None:
+        for column_slice in self._slices_of(bucket):
+            if not column_slice.edited(0):
                 column_slice.write_selected()
 
     def bring_in(self) -> Iterator[int]:
@@ -337,11 +341,7 @@ class SelectivePlacement(Placement):
         for bucket in self._buckets.values():
             for flat in bucket.params:
                 flat.load()
-        for index in self._inner.bring_in():
-            for column_slice in self._slices_of(index):
-                if not column_slice.edited(0):
-                    column_slice.write_selected()
-            yield index
+        yield from self._written_over(self._inner.bring_in())
         self._arriving = set()
 
     def ignore_writes(self) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import zero_opt
 from test.support.compact_training import FORMS
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.nvme_training import in_file, make, placement_of
+from test.support.nvme_training import Faults, in_file, make, placement_of
 from test.support.scenario import values
 from test.support.worker_training import DTYPES, SHAPES, backward, make_params
 from zero_opt.placement.nvme import placement as nvme_placement
@@ -38,38 +35,6 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 SOME_KINDS = ("torch.float32", "block8", "block8, split")
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
-
-
-class Faults:
-    """Lets the n-th transfer of a kind fail, once; a failing write has written garbage to half of its place."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._calls = {"preadv": os.preadv, "pwritev": os.pwritev}
-        self.counts = dict.fromkeys(self._calls, 0)
-        self.due: tuple[str, int, int] | None = None
-        self._lock = threading.Lock()
-        for name in self._calls:
-            monkeypatch.setattr(os, name, lambda *given, name=name: self._call(name, *given))
-
-    def _call(self, name: str, fd: int, buffers: Any, offset: int) -> int:
-        with self._lock:
-            number, self.counts[name] = self.counts[name], self.counts[name] + 1
-            fails = self.due is not None and self.due[:2] == (name, number)
-        if fails:
-            assert self.due is not None
-            if name == "pwritev":
-                torn = mmap.mmap(-1, max(len(buffers[0]) // 8192, 1) * 4096)  # transfers past the page cache need pages
-                torn[:] = b"\xff" * len(torn)
-                self._calls[name](fd, [torn], offset)
-            raise OSError(self.due[2], os.strerror(self.due[2]))
-        return self._calls[name](fd, buffers, offset)
-
-    @contextmanager
-    def at(self, name: str, number: int, code: int) -> Iterator[None]:
-        self.counts = dict.fromkeys(self._calls, 0)
-        self.due = (name, number, code)
-        yield
-        self.due = None
 
 
 def _failing(path: Path, faults: Faults | None, fault: tuple[str, int, int] | None, kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.nvme_training import Faults, in_file
 from test.support.scenario import values
 from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
 
@@ -152,3 +154,31 @@ def test_the_log_says_where_it_does_not_pay(file: bool, tmp_path: Path, caplog: 
     zero_opt.estimate(layer, 2, torch.optim.AdamW, lr=0.1, offload=offload)
     said = [record for record in caplog.records if "leave selective out" in record.getMessage()]
     assert len(said) == (0 if file else 2)
+
+
+def _failing(path: Path, faults: Faults | None) -> tuple[Tensor, Tensor]:
+    """In step 2, which ends a window, a write may fail. The selected columns then, and the parameter in the end."""
+    shape = (96, 64)
+    param = nn.Parameter(values(0, 0, 0, 0, shape).clone())
+    optimizer = _optimizer([param], in_file(path, selective=Selective(0.5, update_interval=3)))
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward([param], [values(step, 1, 0, 0, shape)])
+        if step == 2 and faults is not None:
+            with faults.at("pwritev", 0, errno.ENOSPC), pytest.raises(zero_opt.StorageFailed):
+                optimizer.step()
+        else:
+            optimizer.step()
+        if step == 2:
+            then = param.detach().clone()
+            optimizer.flush()
+    which = optimizer.state_dict()["state"][0]["column_selected"]
+    optimizer.close()
+    return torch.where(which, then, 0), param.detach()
+
+
+def test_selected_columns_are_right_where_the_step_of_the_others_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = _failing(tmp_path, None)
+    assert_bitwise(_failing(tmp_path, Faults(monkeypatch)), reference)
