@@ -84,7 +84,7 @@ sanitize: setup
 bench: setup
 	@for script in docs/benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-# The sdist, and wheels for every CPython of this machine, x86-64 and aarch64, in dist/: takes five minutes.
+# The sdist, and wheels for every CPython of this machine, x86-64 and aarch64, in dist/: takes minutes.
 wheels: setup
 	$(BIN)/python -m release.build dist
 	$(BIN)/python -m release.audit dist

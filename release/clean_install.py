@@ -84,7 +84,7 @@ def main(target: str, *torches: str) -> None:
                 if torch == torches[0]:
                     native_tests(clean, sdist, [*pins, f"torch=={torch}"])
     if root := os.environ.get(FOREIGN_ROOT):
-        for path in sorted(Path(root, "usr/bin").glob("python3.[0-9]*")):
+        for path in sorted(Path(root, "usr/bin").glob("python3.[0-9][0-9]")):
             wheel = wheel_for(folder, path.name.removeprefix("python"), "aarch64")
             compare_bits(["qemu-aarch64", "-L", root, str(path)], wheel)
 
