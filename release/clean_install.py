@@ -32,6 +32,11 @@ FOREIGN_ROOT = "ZERO_OPT_AARCH64_ROOT"
 _RELEASE = Path(__file__).resolve().parent
 
 
+def alone() -> dict[str, str]:
+    """Return the environment variables of a program that finds installed packages only."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def wheel_for(folder: Path, version: str, machine: str) -> Path:
     """Return the wheel for a CPython and a machine."""
     (wheel,) = folder.glob(f"*-cp{version.replace('.', '')}-*_{machine}.whl")
@@ -65,7 +70,7 @@ def native_tests(python: Path, sdist: Path, pins: Sequence[str]) -> None:
         (sources,) = Path(scratch).iterdir()
         shutil.rmtree(sources / "zero_opt")
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "test/native"]
-        subprocess.run(command, cwd=sources, check=True, timeout=7200)
+        subprocess.run(command, cwd=sources, check=True, timeout=7200, env=alone())
 
 
 def main(target: str, *torches: str) -> None:
@@ -80,7 +85,8 @@ def main(target: str, *torches: str) -> None:
         for torch in torches:
             with tempfile.TemporaryDirectory() as scratch:
                 clean = environment(found, Path(scratch), [f"torch=={torch}", str(wheel)])
-                subprocess.run([str(clean), str(_RELEASE / "smoke.py")], cwd=scratch, check=True, timeout=1800)
+                command = [str(clean), str(_RELEASE / "smoke.py")]
+                subprocess.run(command, cwd=scratch, check=True, timeout=1800, env=alone())
                 if torch == torches[0]:
                     native_tests(clean, sdist, [*pins, f"torch=={torch}"])
     if root := os.environ.get(FOREIGN_ROOT):
