@@ -1,4 +1,4 @@
-"""The command line: ``python -m zero_opt`` and ``estimate``, ``plan`` or ``doctor``."""
+"""The command line: ``python -m zero_opt`` and ``estimate``, ``plan``, ``bench`` or ``doctor``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from .policies import (
     Overlapped,
     WorkerOffload,
 )
+from .tools import bench as benching
 from .tools import doctor
 from .tools.estimate import estimate
-from .tools.plan import Machines, as_json, draw, plan, table
+from .tools.plan import Machines, as_json, as_picture, as_table, plan
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS: dict[str, Callable[..., Offload]] = {
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--speculate", action="store_true", help="with --offload worker: see WorkerOffload")
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     _add_plan(commands.add_parser("plan", help="which offload and which form of state fit a machine, best first"))
+    _add_bench(commands.add_parser("bench", help="reductions and offloads side by side on this machine, beside DDP"))
     looks = commands.add_parser(
         "doctor", help="what of zero_opt works on this machine, and what to do where it does not"
     )
@@ -151,9 +153,30 @@ def _print_plan(given: argparse.Namespace) -> None:
     if not machines.on_host and not given.device_memory:
         raise ConfigError(f"--device-memory of a {given.device} is needed, such as 80GB; or --device cpu")
     choices = plan(given.numel, machines)
-    print(json.dumps(as_json(choices), indent=2) if given.json else table(choices, machines))
+    print(json.dumps(as_json(choices), indent=2) if given.json else as_table(choices, machines))
     if given.plot:
-        draw(choices, machines, given.plot)
+        as_picture(choices, machines, given.plot)
+
+
+def _add_bench(benches: argparse.ArgumentParser) -> None:
+    usual = benching.Bench(20e6)
+    benches.add_argument("--numel", type=_numel, default=usual.numel, help="elements of the model (default 20M)")
+    benches.add_argument("--param-dtype", type=_dtype, default=usual.param_dtype, help="of the parameters, as bf16")
+    benches.add_argument("--ranks", type=int, default=usual.ranks, help="processes to start here (default 2)")
+    benches.add_argument("--rows", type=int, default=usual.rows, help="of each rank's batch (default 128)")
+    benches.add_argument("--seconds", type=float, default=usual.seconds, help="for each way (default 4)")
+    benches.add_argument("--device", default=usual.device, help="where parameters are (default cpu)")
+    benches.add_argument("--path", help="a directory, to measure NVMeOffload there too")
+    benches.add_argument("--json", action="store_true", help="print the measurements as JSON")
+    benches.add_argument("--plot", help="a PNG file, for a picture of time and memory")
+
+
+def _print_bench(given: argparse.Namespace) -> None:
+    names = ("numel", "ranks", "rows", "seconds", "param_dtype", "device", "path")
+    measured = benching.run(benching.Bench(**{name: getattr(given, name) for name in names}), benching.progress)
+    print(json.dumps([vars(one) for one in measured], indent=2) if given.json else benching.report(measured))
+    if given.plot:
+        benching.picture(measured, given.plot)
 
 
 def _offload(given: argparse.Namespace) -> Offload:
@@ -206,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        (_print_plan if given.command == "plan" else _print_estimate)(given)
+        {"plan": _print_plan, "bench": _print_bench, "estimate": _print_estimate}[given.command](given)
     except ZeroOptError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -250,7 +250,7 @@ def _exposed_s(nbytes: Mapping[str, Mapping[str, int]], machines: Machines, plac
     return seconds
 
 
-def table(choices: Sequence[Choice], machines: Machines) -> str:
+def as_table(choices: Sequence[Choice], machines: Machines) -> str:
     """The choices as text: a table, with what those that do not fit lack, and the line of code of those that do."""
     places = [place for place in PLACES if place != "device" or not machines.on_host]
     rooms = [f"{place}/{_gb(machines.room(place))}" for place in places]
@@ -290,7 +290,7 @@ def as_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     ]
 
 
-def draw(choices: Sequence[Choice], machines: Machines, path: str) -> None:
+def as_picture(choices: Sequence[Choice], machines: Machines, path: str) -> None:
     """Draw what a rank holds, by kind, as stacked bars next to the room that there is.
 
     Raises:

@@ -1,0 +1,69 @@
+"""The benchmark of the command line, on a model so small that its figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_opt
+from zero_opt.__main__ import main
+from zero_opt.errors import ConfigError
+from zero_opt.tools import bench as benching
+from zero_opt.tools.bench import Bench, Way, report, run
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
+def test_every_way_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--numel", "40K", "--rows", "4", "--seconds", "0.1", "--param-dtype", "bf16", "--path", str(tmp_path)]
+    assert main(["bench", *given, "--json"]) == 0
+    timings = json.loads(capsys.readouterr().out)
+    names = {timing["name"] for timing in timings}
+    assert names == {way.name for way in benching.ways(Bench(4e4, param_dtype=torch.bfloat16, path=str(tmp_path)))}
+    assert {"DDP + AdamW", "Overlapped()", "WorkerOffload(speculate=True)", f"NVMeOffload({str(tmp_path)!r})"} <= names
+    assert all(timing["step_s"] > 0 for timing in timings)
+    exposed = [timing["exposed_s"] for timing in timings]
+    assert exposed == sorted(exposed)
+
+
+def test_the_report_has_the_lines_to_write(tmp_path: Path) -> None:
+    timings = [
+        benching.Timing("ours", "zero_opt.A()", 0.3, 0.1, 2**21),
+        benching.Timing("DDP", "", 0.4, 0.2, 2**20),
+        benching.Timing("small", "zero_opt.B()", 0.5, 0.3, 2**20),
+    ]
+    lines = report(timings).splitlines()
+    assert lines[1].split() == ["ours", "300.0", "100.0", "2"]
+    assert lines[-2:] == ["  opt = zero_opt.A()", "  opt = zero_opt.B()"]
+    pytest.importorskip("matplotlib")
+    benching.picture(timings, str(tmp_path / "bench.png"))
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("way", benching.ways(Bench(1e4, ranks=1)), ids=lambda way: way.name)
+def test_the_code_of_a_way_is_what_was_measured(way: Way) -> None:
+    if not way.code:
+        return
+    model, twin = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    names: dict[str, Any] = {"zero_opt": zero_opt, "torch": torch, "model": model, "lr": 1e-3}
+    written = eval(way.code, names)
+    _, measured = way.make(twin)
+    ours, theirs = (dict(optimizer._config.entries()) for optimizer in (written, measured))
+    assert ours == theirs
+    written.close()
+    measured.close()
+
+
+def test_a_rank_that_fails_ends_the_run() -> None:
+    with pytest.raises(Exception, match="/nowhere/at/all"):
+        run(Bench(1e4, rows=1, seconds=0.1, path="/nowhere/at/all"))
+
+
+@pytest.mark.parametrize("given", [{"numel": 0.0}, {"numel": 1e4, "ranks": 0}, {"numel": 1e4, "rows": 0}])
+def test_mistakes(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Bench(**given)
