@@ -13,9 +13,12 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch import Tensor, nn
 
 from ..errors import StepPending
@@ -47,6 +50,35 @@ def _harmless() -> Iterator[Any]:
 
 _HARMLESS = frozenset(_harmless())
 _PARAMETER_NEW: Any = nn.Parameter.__new__
+
+
+# Where torch.func wraps the arguments of vmap, grad, vjp, jacrev and functionalize, by C functions that tell nothing.
+_WRAPPERS = (
+    (torch._functorch.vmap, "_add_batch_dim"),
+    (torch._functorch.eager_transforms, "_wrap_for_grad"),
+    (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+)
+
+
+@cache
+def _watch_transforms() -> None:
+    """Let torch.func tell of late parameters that it wraps, from here on."""
+    for module, name in _WRAPPERS:
+        wrap = getattr(module, name, None)
+        if wrap is not None:
+            setattr(module, name, _Telling(wrap))
+
+
+class _Telling:
+    """A function of torch.func that first calls one of torch on its first argument, if that is late."""
+
+    def __init__(self, wrap: Callable[..., Any]) -> None:
+        self._wrap = wrap
+
+    def __call__(self, arg: Any, *others: Any) -> Any:
+        if isinstance(arg, _Late):
+            Tensor.view_as(arg, arg)  # type: ignore[arg-type]
+        return self._wrap(arg, *others)
 
 
 _all: weakref.WeakSet[LateParams] = weakref.WeakSet()
@@ -98,6 +130,7 @@ class LateParams:
                 kind = type(param)
                 late = classes.get(kind)
                 if late is None:
+                    _watch_transforms()
                     late = classes[kind] = _late_class(kind, me)
                 param.__class__ = late
                 marked[id(param)] = (param, kind)
