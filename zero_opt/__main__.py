@@ -81,7 +81,7 @@ def _master(name: str) -> torch.dtype | str:
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
     cls = getattr(kernels if name in _NATIVE else torch.optim, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
         raise argparse.ArgumentTypeError(f"{name!r} is not a class of torch.optim, nor one of {', '.join(_NATIVE)}")
     return cls
 

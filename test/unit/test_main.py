@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def test_the_doctor_s_report_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert all(entry.keys() == {"status", "name", "found", "advice"} for entry in found.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("LBFGS", "evaluates the loss several times per step"), ("Optimizer", "is not a class")]
+)
+def test_classes_that_cannot_be_estimated(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["estimate", "7B", "--world", "8", "--optimizer", name]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -146,7 +156,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --master float16", "master_dtype"),
         ("1e6 --offload worker --optimizer SGD", "steps Adam"),
         ("1e6 --optimizer Foo", "not a class"),
-        ("1e6 --optimizer Optimizer --world 0", "world_size"),
+        ("1e6 --optimizer SGD --world 0", "world_size"),
         ("1e6 --world 4 --ranks-per-host 0", "ranks_per_host"),
         ("1e6 --world 4 --ranks-per-host 3 --mesh", "pass a divisor"),
         ("1e6 --optimizer Adafactor", "shapes"),

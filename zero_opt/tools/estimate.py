@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.groups import check_rank
-from ..errors import ConfigError, ConfigTypeError, quoted
+from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
@@ -20,7 +20,7 @@ from ..placement import Offload
 from ..policies import AdamState, Checks, MixedPrecision, Overlapped, bucket_mb_of, check_dtype, check_integer
 from ..reduction import ReductionPolicy
 from ..sharding.param_groups import hypers_of, normalized, params_of
-from ..sharding.wrapped_class import is_elementwise
+from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..system.devices import HOST, is_meta
 from .dry_run import sketch_of
 from .memory_rows import Row, Sizing, steps_alone
@@ -250,6 +250,11 @@ class _Target(NamedTuple):
     def of_number(self, numel: float, config: Config) -> list[dict[str, Any]]:
         """A param group of so many elements, in parameters that fill a bucket each."""
         cls = config.optimizer_class
+        if needs_closure(cls):
+            raise UnsupportedOptimizer(
+                f"{cls.__name__} evaluates the loss several times per step: it works at world size 1 alone, without an "
+                "offload or masters, and what it keeps depends on shapes; pass the model, on meta if it is large"
+            )
         if not is_elementwise(cls):
             raise ConfigError(
                 f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -50,6 +51,10 @@ def _storage_errors(what: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if error.errno in (errno.EFBIG, errno.EINVAL) and most != resource.RLIM_INFINITY:
+            # A write that the limit cuts short goes on in the middle of a block.
+            hint += f"; files of this process may have {mib(most)} at the most (ulimit -f)"
         raise StorageFailed(f"{what} ({error.strerror}){hint}") from error
 
 

@@ -377,6 +377,22 @@ def test_no_room(added: bool, tmp_path: Path) -> None:
     assert first == f"rank 1: {second}"
 
 
+def _limited_later(rank: int, world_size: int, path: Path) -> None:
+    params = make_params()
+    optimizer = make(params, path)
+    backward(params, 1, rank)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(zero_opt.StorageFailed, match=r"1,000 bytes at the most \(ulimit -f\)"):
+        optimizer.step()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    optimizer.flush()
+    optimizer.close()
+
+
+def test_a_limit_that_comes_later_is_named(tmp_path: Path) -> None:
+    run_processes(1, _limited_later, tmp_path)
+
+
 def _bad_path(rank: int, world_size: int, path: Path) -> None:
     wanted = path if rank == 0 else path / "missing"
     with pytest.raises(zero_opt.StorageFailed, match=r"no file for optimizer state can be made in .*missing"):
