@@ -109,7 +109,8 @@ class Engine(Protocol):
         return nullcontext()
 
     def summary(self) -> str:
-        """Return in one line what the optimizer is and has, for its ``repr()``."""
+        """Return in one line what the optimizer is and has, for its ``repr()``; nothing if it is the wrapped one."""
+        return ""
 
     def stats(self) -> dict[str, float]:
         """Return the figures of the last step."""

@@ -434,9 +434,12 @@ class ShardedOptimizer(UnevenInputs):
         return unscales or (asks and local)
 
     def __repr__(self) -> str:
-        kind, groups = super().__repr__().split("\n", 1)
+        as_in_torch, summary = super().__repr__(), self._engine.summary()
+        if not summary:
+            return as_in_torch
+        kind, groups = as_in_torch.split("\n", 1)
         held = "; ".join(f"{name} {mib(nbytes)}" for name, nbytes in self.memory_report().items())
-        return f"{kind}\n{self._engine.summary()}\n{held}\n{groups}"
+        return f"{kind}\n{summary}\n{held}\n{groups}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CHOSEN_ONCE:

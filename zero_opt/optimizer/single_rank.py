@@ -105,9 +105,6 @@ class SingleRank(Engine):
             admit(self._mesh, params_of([taken]))
             wrapped.add_param_group(taken)
 
-    def summary(self) -> str:
-        return f"{self._config.optimizer_class.__name__} on one rank, which steps the parameters itself"
-
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
