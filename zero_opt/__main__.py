@@ -31,7 +31,7 @@ from .policies import (
 )
 from .tools import bench as benching
 from .tools import doctor
-from .tools.estimate import estimate
+from .tools.estimate import MOST_RANKS_PER_HOST, estimate
 from .tools.plan import Machines, as_json, as_picture, as_table, plan
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
@@ -147,7 +147,7 @@ def _add_plan(plans: argparse.ArgumentParser) -> None:
 
 
 def _print_plan(given: argparse.Namespace) -> None:
-    per_host = min(8, given.world) if given.ranks_per_host is None else given.ranks_per_host
+    per_host = min(MOST_RANKS_PER_HOST, given.world) if given.ranks_per_host is None else given.ranks_per_host
     sizes = given.device_memory, given.host_memory, given.disk
     machines = Machines(given.device, given.world, per_host, *sizes)
     if not machines.on_host and not given.device_memory:

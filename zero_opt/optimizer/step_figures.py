@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -30,13 +30,11 @@ class StepFigures:
         """Note the norm of the step's gradients, and by what they are multiplied."""
         self._clip = norm, factor
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """A context of a call that is a part of a step."""
-        with self.seconds.counted("other"):
-            yield
+    def call(self) -> AbstractContextManager[None]:
+        """Return a context of a call that is a part of a step."""
+        return self.seconds.counted("other")
 
-    def end_step(self, busy_s: float = 0.0, sent_nbytes: int = 0, placement: Mapping[str, float] = {}) -> None:
+    def end_step(self, busy_s: float, sent_nbytes: int, placement: Mapping[str, float]) -> None:
         """Set the figures of a step, which ends now.
 
         Args:

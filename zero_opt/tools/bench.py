@@ -36,6 +36,7 @@ from ..optimizer.sharded_optimizer import ShardedOptimizer
 from ..policies import AdamState, AtStep, CPUOffload, NVMeOffload, Overlapped, WorkerOffload, check_integer
 from ..system.devices import HOST, is_host
 from ..system.extension import native_available
+from .drawing import file_pyplot
 
 _WIDTH, _WARM = 1024, 2
 _PATIENCE_S, _LOOK_AGAIN_S = 600.0, 0.2
@@ -325,13 +326,7 @@ def picture(measured: Iterable[Timing], path: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot draws with matplotlib; pip install matplotlib") from error
+    pyplot = file_pyplot()
     listed = [*measured]
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(listed) + 1.5), sharey=True)
     names = [one.name for one in listed]

@@ -28,7 +28,7 @@ from .memory_rows import Row, Sizing, steps_alone
 # A bucket takes a tenth of a millisecond.
 _MOST_BUCKETS = 1 << 18
 # The default: as many as hosts of a cluster usually have accelerators.
-_RANKS_PER_HOST = 8
+MOST_RANKS_PER_HOST = 8
 _MOST_RANKS = 2**31 - 1
 
 PLACES = ("device", "host", "nvme")
@@ -198,7 +198,7 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
             placed[sketch.group]["params"].append(sketch)
         config.placement.check(placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
-    return Sizing(sketches, trainable, hypers, world_size, min(_RANKS_PER_HOST, world_size), config)
+    return Sizing(sketches, trainable, hypers, world_size, min(MOST_RANKS_PER_HOST, world_size), config)
 
 
 def _title(sizing: Sizing) -> str:

@@ -21,6 +21,7 @@ from ..kernels import CPUAdamW
 from ..placement import Offload
 from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload, check_integer
 from ..system.devices import is_host
+from .drawing import file_pyplot
 from .estimate import PLACES, estimate
 
 _GB_PER_S = {"device": 1500.0, "host": 100.0, "nvme": 3.0}
@@ -296,19 +297,13 @@ def as_picture(choices: Sequence[Choice], machines: Machines, path: str) -> None
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot draws with matplotlib; pip install matplotlib") from error
+    pyplot = file_pyplot()
     places = [place for place in PLACES if machines.room(place) or any(choice.total(place) for choice in choices)]
     figure, axes = pyplot.subplots(
         1, len(places), figsize=(4.5 * len(places) + 2, 0.4 * len(choices) + 1.5), sharey=True
     )
     kinds = sorted({kind for choice in choices for place in places for kind in choice.nbytes[place]})
-    colors = dict(zip(kinds, mpl.color_sequences["tab10"], strict=False))
+    colors = {kind: f"C{number}" for number, kind in enumerate(kinds)}
     names = [f"{n}. {choice.offload}, {choice.params}: {choice.says}" for n, choice in enumerate(choices, 1)]
     for axis, place in zip([axes] if len(places) == 1 else axes, places, strict=True):
         left = [0.0] * len(choices)
