@@ -156,7 +156,8 @@ def fitted_state(
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
         if not whole:
-            config.placement.check_hypers(groups)
+            loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
+            config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)
         fitting = _taken(loadable, param_groups, config, refused, whole=whole)
         return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too

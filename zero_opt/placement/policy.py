@@ -115,7 +115,7 @@ class PlacementPolicy(ABC):
 
     @abstractmethod
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UnsupportedOptimizer for loaded hyperparameters that cannot be stepped with."""
+        """Raise UnsupportedOptimizer for hyperparameters that cannot be stepped with; ``groups``: as :meth:`check`."""
 
     def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Raise StateDictError for the loaded state of a parameter if the placement cannot take all of it."""

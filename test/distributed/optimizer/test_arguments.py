@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zero_opt
 from test.support.fsdp_models import mesh_of
-from test.support.harness import run_processes
+from test.support.harness import assert_bitwise, run_processes
 
 
 def _net() -> nn.Sequential:
@@ -155,3 +155,30 @@ def test_split_masters_of_fp16_name_what_works(fused: bool | None) -> None:
     split = zero_opt.MixedPrecision(master_dtype="split")
     with pytest.raises(zero_opt.UnsupportedParam, match=r"float16 .*use .*\(master_dtype=torch\.float32\)"):
         zero_opt.ShardedOptimizer(params, torch.optim.AdamW, precision=split, fused=fused)
+
+
+def _split_of_one_group(rank: int, world_size: int) -> None:
+    def groups() -> list[dict[str, Any]]:
+        halves = nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+        return [{"params": [nn.Parameter(torch.linspace(-1, 1, 200))]}, {"params": [halves], "fused": True}]
+
+    ours, plain = groups(), groups()[0]
+    optimizer = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, precision=zero_opt.MixedPrecision("split"))
+    reference = torch.optim.AdamW([plain])
+    for step in range(3):
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for group in (*ours, plain):
+            group["params"][0].grad = torch.linspace(2, 1, group["params"][0].numel()).to(group["params"][0].dtype)
+        optimizer.step()
+        reference.step()
+    assert_bitwise(ours[0]["params"][0].detach(), plain["params"][0].detach())
+    optimizer.param_groups[1]["fused"] = None
+    saved = optimizer.state_dict()
+    with pytest.raises(zero_opt.StateDictError, match=r"does not step group 1 of AdamW \(fused=None\)"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_split_masters_ask_for_the_kernel_only_where_there_is_something_to_split(world_size: int) -> None:
+    run_processes(world_size, _split_of_one_group)

@@ -44,11 +44,11 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
         self.check_hypers(groups)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if not self.inputs.splits_masters:
-            return
-        require_native()
         cls = self.inputs.optimizer_class
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups if self.inputs.splits_masters else ()):
+            if all(param.dtype is not torch.bfloat16 for param in group["params"]):
+                continue
+            require_native()
             if cls not in ADAM_CLASSES or not self.fused_rule(group):
                 raise UnsupportedOptimizer(
                     f"split masters are stepped by the native kernel alone, which does not step group {number} of "
