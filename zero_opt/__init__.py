@@ -34,6 +34,7 @@ from .errors import (
     WorkerDied,
     WorkerFailed,
     ZeroOptError,
+    ZeroOptWarning,
 )
 from .kernels import CPUAdam, CPUAdamW
 from .optimizer.checkpoint import load_sharded_state_dict, sharded_state_dict
@@ -105,6 +106,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerOffload",
     "ZeroOptError",
+    "ZeroOptWarning",
     "broadcast_params",
     "ddp_hook",
     "estimate",

@@ -1,4 +1,4 @@
-"""Typed errors. Every one says what happened, to what, and what to do about it.
+"""Typed errors, and the category of warnings. Every one says what happened, to what, and what to do about it.
 
 Where torch raises ``ValueError``, ``TypeError`` or ``RuntimeError`` for the same mistake, the error here is that type
 too, so code written for ``torch.optim`` keeps catching it.
@@ -18,6 +18,10 @@ def quoted(value: object) -> str:
 
 class ZeroOptError(Exception):
     """Base class of every error raised on purpose by zero_opt."""
+
+
+class ZeroOptWarning(UserWarning):
+    """Category of every warning that zero_opt raises by ``warnings.warn``, but for deprecations."""
 
 
 class ConfigError(ZeroOptError, ValueError):

@@ -111,6 +111,8 @@ BUILTIN_ERRORS: Mapping[str, set[str]] = {
     "system.background_thread": {"RuntimeError"},  # what Python raises of itself where threads start at exit
     "system.shared_memory": {"OSError"},  # answered by whoever maps memory
 }
+# What the library warns with.
+WARNING_CATEGORIES = ("ZeroOptWarning", "DeprecationWarning")
 # Names that a module may define though another one does.
 DEFINED_ANYWHERE = {"__all__", "main"}
 
@@ -277,6 +279,16 @@ def raise_findings(tree: ast.Module, module: str) -> Iterator[Finding]:
             yield node.lineno, f"raises a bare {name}: raise a ZeroOptError that is a {name} too, or see BUILTIN_ERRORS"
 
 
+def warn_findings(tree: ast.Module) -> Iterator[Finding]:
+    """Every warning whose category users do not know."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("warn", "warnings.warn"):
+            named = [word.value for word in node.keywords if word.arg == "category"]
+            category = dotted([*node.args[1:2], *named][0]) if node.args[1:] or named else "no category"
+            if category not in WARNING_CATEGORIES:
+                yield node.lineno, f"warns with {category}: take one of {', '.join(WARNING_CATEGORIES)}"
+
+
 def include_findings(source: str, folder: str) -> Iterator[Finding]:
     """Every include in a native file of a folder that does not go down, or is not spelled from native/ on."""
     floors = {name: floor for floor, names in enumerate(NATIVE_FLOORS) for name in names}
@@ -350,6 +362,7 @@ def check_file(path: Path, root: Path) -> Iterator[Finding]:
     yield from thread_findings(tree, ".".join(parts))
     yield from default_findings(tree)
     yield from raise_findings(tree, ".".join(parts))
+    yield from warn_findings(tree)
     if parts[0] != COLLECTIVES_ROOM:
         yield from collective_findings(tree)
     if parts not in (("__init__",), ("__main__",)):

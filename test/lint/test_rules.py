@@ -160,6 +160,21 @@ def test_native_includes_go_down(folder: str, include: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('warnings.warn("x", ZeroOptWarning, stacklevel=2)', 0),
+        ('warnings.warn("x", category=DeprecationWarning)', 0),
+        ('warnings.warn("x")', 1),
+        ('warn("x", stacklevel=2)', 1),
+        ('warnings.warn("x", UserWarning)', 1),
+        ('log.warning("x")', 0),
+    ],
+)
+def test_categories_of_warnings(source: str, count: int) -> None:
+    assert len(list(rules.warn_findings(ast.parse(source)))) == count
+
+
+@pytest.mark.parametrize(
     ("source", "path", "count"),
     [
         (

@@ -1,4 +1,4 @@
-"""Typed errors: one family, also of the type torch raises for the same mistake, all public."""
+"""Typed errors: one family, also of the type torch raises for the same mistake, all public; a category of warnings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ DEFINED = {name: kind for name, kind in vars(errors).items() if inspect.isclass(
 
 
 def test_every_error_is_in_the_table() -> None:
-    assert DEFINED.keys() - {"ZeroOptError"} == SECOND_BASE.keys()
+    assert DEFINED.keys() - {"ZeroOptError", "ZeroOptWarning"} == SECOND_BASE.keys()
+
+
+def test_the_category_of_warnings_is_a_users_warning_and_no_error() -> None:
+    assert issubclass(zero_opt.ZeroOptWarning, UserWarning)
+    assert not issubclass(zero_opt.ZeroOptWarning, zero_opt.ZeroOptError)
 
 
 @pytest.mark.parametrize("name", sorted(SECOND_BASE))

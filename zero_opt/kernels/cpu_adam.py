@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError
+from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError, ZeroOptWarning
 from ..policies import AdamState, check_flag
 from ..system.extension import require_native
 from ..system.inference_mode import outside_inference_mode, version_of
@@ -208,7 +208,8 @@ class _NativeStep(torch.optim.Adam):
             super().load_state_dict(dict(state_dict))
         without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in fitting)
         if without_master:
-            warnings.warn(f"no master saved for {without_master} params: their own values are taken", stacklevel=2)
+            message = f"no master saved for {without_master} params: their own values are taken"
+            warnings.warn(message, ZeroOptWarning, stacklevel=2)
 
     def _checked(self, loaded: Mapping[str, Any]) -> Iterator[tuple[Parameter, Mapping[str, Any]]]:
         """Yield the state that is saved for each param, once it is known to fit; nothing has been written yet."""

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
-from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError
+from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError, ZeroOptWarning
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
 from zero_opt.kernels.adam_state import HIGHEST_BASES, joined_master, remainder_of
 
@@ -238,7 +238,7 @@ def test_without_a_saved_master_the_param_is_it() -> None:
     gradients(ours, 0)
     stock.step()
     optimizer = CPUAdamW(ours, state=AdamState(master="split"))
-    with pytest.warns(UserWarning, match="no master saved for 5 params: their own values are taken"):
+    with pytest.warns(ZeroOptWarning, match="no master saved for 5 params: their own values are taken"):
         optimizer.load_state_dict(stock.state_dict())
     assert all(torch.equal(master, p.float()) for master, p in zip(masters(optimizer), ours))
 
