@@ -25,6 +25,7 @@ bytes is measured beside.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import socket
@@ -240,6 +241,8 @@ def measure(numel: int, dtype: torch.dtype, name: str | None, found: Times) -> N
             if number >= WARM:
                 found.add(compute, step, sum(waits), sum(hooks))
     trainer.close()
+    del trainer
+    gc.collect()  # modules of FSDP2 and their optimizers are cycles, of 256 MiB and more each
 
 
 def calibrate(step_ms: float) -> None:
