@@ -408,7 +408,7 @@ class ShardedOptimizer(UnevenInputs):
         of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
         """
         held = self._engine.memory_report()
-        return {**held, "state": held["state"] + sum(map(_nbytes_of, self.state.values()))}
+        return {**held, "state": held["state"] + sum(_nbytes_of(*entry) for entry in self.state.items())}
 
     def stats(self) -> dict[str, float]:
         """Return what the last step took and moved on this rank, as a flat dict for a logger. Not collective.
@@ -487,8 +487,12 @@ class ShardedOptimizer(UnevenInputs):
             raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
 
 
-def _nbytes_of(state: Mapping[str, Any]) -> int:
-    """Return the bytes that this rank has of a parameter's state."""
+def _nbytes_of(param: Tensor, state: Mapping[str, Any]) -> int:
+    """Return the bytes that this rank has of a parameter's state; none of one that lies wholly on other ranks."""
     if isinstance(state, ReadThrough):
         return state.nbytes
-    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, Tensor))
+    tensors = [local_of(value) for value in state.values() if isinstance(value, Tensor)]
+    of_elements = {tensor.shape for tensor in tensors if tensor.dim()}
+    if of_elements == {torch.Size([0])} != {param.shape}:
+        return 0  # its few scalars are shared with other such parameters
+    return sum(tensor.nbytes for tensor in tensors)

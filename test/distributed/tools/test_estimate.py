@@ -206,11 +206,10 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
         found["state"] = sum(
             state.nbytes if isinstance(state, ReadThrough) else nbytes(state.values()) for _, state in home.state()
         )
+    if config.offload is None or config.offload.selective is None:
+        found["reported"] = opt.memory_report()["state"]
     if isinstance(config.offload, zero_opt.WorkerOffload):
         found["arena"] = in_file(home._worker.arena.fd)
-        if config.offload.selective is None:
-            counts = 4 * (len(opt.state) - sum(1 for _ in home.state()))  # of steps of parameters on other ranks
-            found["reported"] = opt.memory_report()["state"] - counts
     if isinstance(config.offload, zero_opt.NVMeOffload):
         found["file"] = home._disk.file.nbytes
     return found
@@ -255,9 +254,9 @@ def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
         # Memory is taken by pages: one may be shared, or begun, where an array or a part of the control area ends.
         parts = 8 * len(config.shapes)
         assert abs(found.pop("arena") - arena) <= 4096 * parts
-        if "reported" in found:
-            banks = sum(row.nbytes for row in estimated.rows if row.name == "second bank")
-            told["reported"] = told["state"] + estimated.nbytes("masters") + banks
+    if "reported" in found:
+        banks = sum(row.nbytes for row in estimated.rows if row.name == "second bank")
+        told["reported"] = told["state"] + estimated.nbytes("masters") + banks
     if isinstance(config.offload, zero_opt.NVMeOffload):
         told["file"] = estimated.nvme_bytes
     rows = {row.name: row.nbytes for row in estimated.rows}
