@@ -31,6 +31,7 @@ from .policies import (
 )
 from .tools import bench as benching
 from .tools import doctor
+from .tools.compare_ranks import print_comparison
 from .tools.estimate import MOST_RANKS_PER_HOST, estimate
 from .tools.plan import Machines, as_json, as_picture, as_table, plan
 
@@ -131,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     looks.add_argument("--path", help="a directory for NVMeOffload, to look at too")
     looks.add_argument("--json", action="store_true", help="print a JSON list, for a report")
+    looks.add_argument("--ranks", action="store_true", help="under torchrun: what its ranks have alike, and what not")
     return parser
 
 
@@ -220,15 +222,17 @@ def _print_estimate(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 if the doctor finds that nothing works, 2 for bad arguments."""
+    """Run a command line; returns the exit status: 0, 1 if the doctor finds something BAD, 2 for bad arguments."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if given.command == "doctor":
-        return doctor.print_findings(given.path, as_json=given.json)
     if given.command is None:
         parser.print_help()
         return 0
     try:
+        if given.command == "doctor" and given.ranks:
+            return print_comparison(__version__, given.path, as_json=given.json)
+        if given.command == "doctor":
+            return doctor.print_findings(given.path, as_json=given.json)
         {"plan": _print_plan, "bench": _print_bench, "estimate": _print_estimate}[given.command](given)
     except ZeroOptError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -66,19 +66,24 @@ def examine(path: str | None = None) -> Iterator[Finding]:
 
 
 def print_findings(path: str | None = None, *, as_json: bool = False) -> int:
-    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1.
+    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
+    return report(examine(path), as_json=as_json)
+
+
+def report(findings: Iterable[Finding], *, as_json: bool) -> int:
+    """Print findings as they come; returns 1 if one of them is ``BAD``, else 0.
 
     Args:
         as_json: print a JSON list, with an object per finding.
     """
-    findings = []
-    for finding in examine(path):
-        findings.append(finding)
+    reported = []
+    for finding in findings:
+        reported.append(finding)
         if not as_json:
             print(finding)
     if as_json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
-    return int(any(finding.status == BAD for finding in findings))
+        print(json.dumps([finding._asdict() for finding in reported], indent=2))
+    return int(any(finding.status == BAD for finding in reported))
 
 
 def _python() -> Iterator[Finding]:
