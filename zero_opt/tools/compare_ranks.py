@@ -25,8 +25,10 @@ from ..comm.short_lived import short_lived_group
 from ..comm.store import StoreCalls, missing, values
 from ..errors import ConfigError, PeerLost, ZeroOptError
 from ..system.waiting import until
-from .doctor import BAD, OK, Finding, examine, report
+from .doctor import BAD, OK, Finding, examine, print_report
 
+# torch does not declare these names.
+_stores: Any = dist
 # Seconds that ranks may take to come, and connections to be made.
 PATIENCE_S = 30.0
 # Seconds that rank 0, which may serve the store, gives the others to read the outcome.
@@ -37,7 +39,7 @@ _YES = "yes"
 _ONE_VERSION = "install one version on all hosts"
 _SLOWEST = "differs, which changes no results: the slowest rank sets the pace"
 # What is the same on all ranks where training works, and what to do if it is not.
-_ALIKE = {
+_MUST_AGREE = {
     "zero_opt": _ONE_VERSION,
     "torch": _ONE_VERSION,
     "native": "build the extension on all hosts (python -m zero_opt doctor says why it is missing), or use no offload "
@@ -51,7 +53,7 @@ _ALIKE = {
     "WORLD_SIZE": "start all hosts with the same number of ranks",
 }
 # What may differ.
-_LIKELY_ALIKE = {
+_MAY_DIFFER = {
     "python": "differs, which is seldom meant: install one version on all hosts",
     "kernels": _SLOWEST,
     "cores": _SLOWEST,
@@ -68,7 +70,7 @@ _OWN_VARIABLES = (
 _COMMON_VARIABLES = ("TORCH_GLOO_LAZY_INIT", "TORCH_NCCL_", "NCCL_")
 
 
-class _Meeting:
+class _Launch:
     """The store that the launcher names, and what ranks have left there.
 
     Attributes:
@@ -90,7 +92,7 @@ class _Meeting:
             self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             # torch's own rendezvous would wait for all ranks, and not say which is missing.
-            store = dist.TCPStore(
+            store = _stores.TCPStore(
                 address, int(port), self.world_size, serves, timedelta(seconds=patience_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError, OSError) as error:
@@ -99,7 +101,7 @@ class _Meeting:
                 f"where ranks meet: {first_line(error)}. Look at whether rank 0 runs, the address, and firewalls"
             ) from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store: Any = dist.PrefixStore(f"{_CALL}/{attempt}", store)
+        self.store: Any = _stores.PrefixStore(f"{_CALL}/{attempt}", store)
         self._ask, self._patience_s = StoreCalls(), patience_s
 
     def leave(self, kind: str, text: str) -> None:
@@ -122,7 +124,7 @@ class _Meeting:
     def connects(self) -> str:
         """Connect all ranks as an optimizer does, and return ``"yes"`` or why that fails. All ranks call it."""
         try:
-            store = dist.PrefixStore("group", self.store)
+            store = _stores.PrefixStore("group", self.store)
             patience = timedelta(seconds=self._patience_s)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=patience)
             group = resolve_group(None)
@@ -184,8 +186,8 @@ def compared(facts_of: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
     unusable = {rank: has["usable"] for rank, has in facts_of.items() if has["usable"] != _YES}
     if unusable:
         yield Finding(BAD, "usable", _by_value(unusable), "python -m zero_opt doctor there says what to do")
-    rows: dict[str, tuple[str, str]] = {name: (BAD, advice) for name, advice in _ALIKE.items()}
-    rows |= {name: (OK, advice) for name, advice in _LIKELY_ALIKE.items()}
+    rows: dict[str, tuple[str, str]] = {name: (BAD, advice) for name, advice in _MUST_AGREE.items()}
+    rows |= {name: (OK, advice) for name, advice in _MAY_DIFFER.items()}
     known = dict.fromkeys(name for has in facts_of.values() for name in has)
     for name in sorted(known.keys() - rows.keys() - {"host", "usable"}):
         own = name in _OWN_VARIABLES
@@ -221,7 +223,7 @@ def print_comparison(
     """Compare all ranks of a launch; rank 0 prints. Every rank calls it. Takes a few ``patience_s`` at most.
 
     Args:
-        version, path: as for :func:`facts`. as_json: as for :func:`report`.
+        version, path: as for :func:`facts`. as_json: as for :func:`print_report`.
 
     Returns:
         0 if ranks can train together as they are, else 1, on every rank that learns it.
@@ -230,37 +232,37 @@ def print_comparison(
         ConfigError: no launcher has started this process.
     """
     try:
-        meeting = _Meeting(patience_s)
+        launch = _Launch(patience_s)
         try:
-            meeting.leave("facts", json.dumps(facts(version, path)))
-            return _compare(meeting, as_json, patience_s)
+            launch.leave("facts", json.dumps(facts(version, path)))
+            return _compare(launch, as_json, patience_s)
         finally:
-            meeting.close()
+            launch.close()
     except PeerLost as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
-def _compare(meeting: _Meeting, as_json: bool, patience_s: float) -> int:
+def _compare(launch: _Launch, as_json: bool, patience_s: float) -> int:
     """Return the exit status, once this rank has left its facts."""
-    everyone = range(meeting.world_size)
-    absent = meeting.absent("facts", everyone)
-    meeting.leave("connects", "not tried" if absent else meeting.connects())
-    if meeting.rank != 0:
+    everyone = range(launch.world_size)
+    absent = launch.absent("facts", everyone)
+    launch.leave("connects", "not tried" if absent else launch.connects())
+    if launch.rank != 0:
         # Rank 0 waits for each rank that has come until that has connected, which takes two parts.
-        if meeting.absent("outcome", [0], 4 * patience_s):
-            raise PeerLost(f"{named([meeting.rank])} has had no answer from rank 0; its log may say more")
-        status = int(meeting.read("outcome", [0])[0])
+        if launch.absent("outcome", [0], 4 * patience_s):
+            raise PeerLost(f"{named([launch.rank])} has had no answer from rank 0; its log may say more")
+        status = int(launch.read("outcome", [0])[0])
         with suppress(PeerLost):
-            meeting.leave("read", "")
+            launch.leave("read", "")
         return status
     came = [rank for rank in everyone if rank not in absent]
-    silent = meeting.absent("connects", came, 3 * patience_s)
-    findings = [*compared({rank: json.loads(text) for rank, text in meeting.read("facts", came).items()})]
-    findings += _connections(meeting.read("connects", [rank for rank in came if rank not in silent]), absent, silent)
-    status = report(findings, as_json=as_json)
-    meeting.leave("outcome", str(status))
-    meeting.absent("read", [rank for rank in came[1:] if rank not in silent], _READING_S)
+    silent = launch.absent("connects", came, 3 * patience_s)
+    findings = [*compared({rank: json.loads(text) for rank, text in launch.read("facts", came).items()})]
+    findings += _connections(launch.read("connects", [rank for rank in came if rank not in silent]), absent, silent)
+    status = print_report(findings, as_json=as_json)
+    launch.leave("outcome", str(status))
+    launch.absent("read", [rank for rank in came[1:] if rank not in silent], _READING_S)
     return status
 
 

@@ -67,10 +67,10 @@ def examine(path: str | None = None) -> Iterator[Finding]:
 
 def print_findings(path: str | None = None, *, as_json: bool = False) -> int:
     """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
-    return report(examine(path), as_json=as_json)
+    return print_report(examine(path), as_json=as_json)
 
 
-def report(findings: Iterable[Finding], *, as_json: bool) -> int:
+def print_report(findings: Iterable[Finding], *, as_json: bool) -> int:
     """Print findings as they come; returns 1 if one of them is ``BAD``, else 0.
 
     Args:
