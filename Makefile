@@ -12,7 +12,7 @@ TORCH ?= 2.13.0 2.11.0
 JOBS ?= 4
 
 .PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-long test-ranks lint types unit crash soak sanitize bench wheels \
-	test-wheels release setup clean
+	test-wheels release site setup clean
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) \
@@ -93,6 +93,11 @@ wheels: setup
 test-wheels: setup
 	$(BIN)/python -m release.clean_install dist $(TORCH)
 
+# The site, from docs/ and the docstrings, in build/site. A warning is an error.
+site: setup $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site . build/site
+	@echo "== build/site/index.html"
+
 # All steps of a release but its upload: make release VERSION=0.1.0
 release: setup
 	$(PIP) twine
@@ -116,6 +121,11 @@ $(VENV)/.tools: $(VENV)/.builders setup.cfg
 	@echo "== install torch and the tools into $(VENV)"
 	$(PIP) torch
 	ZERO_OPT_NATIVE=skip $(PIP) --no-build-isolation --editable ".[dev,demo]"
+	touch $@
+
+$(VENV)/.docs: constraints.txt setup.cfg | setup
+	@echo "== install the site's tools into $(VENV)"
+	ZERO_OPT_NATIVE=skip $(PIP) --no-build-isolation --editable ".[docs]"
 	touch $@
 
 # The extension in the working tree is that of .native.

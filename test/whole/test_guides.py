@@ -21,7 +21,7 @@ from test.support.guides import DOCS, snippets
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.__main__ import main
 
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 
 
 def table(guide: str, heading: str) -> list[list[str]]:

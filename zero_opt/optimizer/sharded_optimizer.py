@@ -253,7 +253,7 @@ class ShardedOptimizer(UnevenInputs):
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
 
         Args:
-            *others, **options: a mistake, as the arguments of torch's function are, for ConfigTypeError to say so.
+            max_norm: the largest norm that is left as it is. Other arguments, as torch's function has, are refused.
 
         Returns:
             The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.

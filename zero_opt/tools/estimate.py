@@ -154,11 +154,12 @@ def estimate(
         model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,
             taken to be in parameters of the size of a bucket, for an elementwise class.
         world_size: number of ranks.
-        optimizer_class, reduction, offload, precision, **defaults: as for ``ShardedOptimizer``.
+        optimizer_class, reduction, offload, precision: as for ``ShardedOptimizer``.
         param_dtype: what floating-point parameters will be cast to; ``None``: they stay, and a number is of torch's
             default dtype.
         device: where parameters will be; ``None``: they stay, and a number, or those on the meta device, will be on
             this machine's accelerator if it has one, else on the CPU.
+        **defaults: as for ``ShardedOptimizer``.
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``

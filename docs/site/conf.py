@@ -1,0 +1,34 @@
+"""How Sphinx makes the site: ``make site``.
+
+The source folder is the repository, so that links between pages lead to the same files there as in the repository.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+project = "zero_opt"
+author = "zero_opt developers"
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/*.md", "docs/benchmarks/results/*.md"]
+exclude_patterns = [".*", "build", "dist", "native", "out", "release", "test", "zero_opt", "*.egg-info"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4
+# Results begin with a heading of the third level: benchmarks write several of them into one file.
+suppress_warnings = ["myst.header"]
+
+autodoc_member_order = "bysource"
+# Signatures have the types. Defaults stay as they are written.
+autodoc_preserve_defaults = True
+napoleon_use_ivar = True
+maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = "zero_opt"
+html_copy_source = False
+# A page at the root of the site that leads to docs/index.html.
+html_extra_path = ["root"]
