@@ -174,8 +174,11 @@ def staging_nbytes(
         dtype = precision.between_hosts_dtype
         rounded = {} if dtype is None else dict.fromkeys(elsewhere, dtype)
         exchange = _exchange(device, _Silent(rank, world_size), pool, per_host, rounded)
-        _play_step(device, _some(there), exchange, pool, reduces=not isinstance(reduction, AlreadyReduced))
+        reduces = not isinstance(reduction, AlreadyReduced)
+        _play_step(device, _some(there), exchange, pool, reduces=reduces)
         total += pool.nbytes
+        for bucket in there if reduces else ():
+            _ = bucket.shard  # of those, too, that have not been played
         if isinstance(exchange, (_SharedMemory, HierarchicalExchange)):
             total += own_nbytes(world_size, max(bucket.staging_nbytes for bucket in there))
     return total

@@ -47,6 +47,12 @@ def test_a_number_is_like_as_many_elements_in_full_buckets() -> None:
     assert number.nbytes("params") == 2 * (3 * each + 1000)
 
 
+def test_gradients_of_many_buckets_that_are_alike_all_count() -> None:
+    numel = 100 * 25 * 2**20 // 2  # of 100 buckets
+    found = estimate(numel, 1, offload=zero_opt.CPUOffload(), param_dtype=torch.bfloat16, device="cuda")
+    assert found.nbytes("grad_shards", "device") == 2 * numel
+
+
 def test_where_the_model_is_does_not_matter() -> None:
     real, meta = linears(), linears(device="meta")
     assert estimate(real, 3).rows == estimate(meta, 3, device="cpu").rows
