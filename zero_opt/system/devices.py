@@ -94,3 +94,16 @@ def in_use() -> bool:
         return False
     initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return bool(initialized()) if initialized is not None else True
+
+
+def pci_address(number: int) -> str | None:
+    """Return where an accelerator is on the PCI bus, as ``0000:3b:00.0``; ``None`` where torch does not say."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    properties = None
+    if accelerator is not None:
+        properties = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda _: None)(number)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if not all(isinstance(part, int) for part in parts):
+        return None
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"

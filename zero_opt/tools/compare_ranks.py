@@ -13,7 +13,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
 from ..comm.store import StoreCalls, missing, values
 from ..errors import ConfigError, PeerLost, ZeroOptError
+from ..system.numa import ranges
 from ..system.waiting import until
 from .doctor import BAD, OK, Finding, examine, print_report
 
@@ -57,6 +57,7 @@ _MAY_DIFFER = {
     "python": "differs, which is seldom meant: install one version on all hosts",
     "kernels": _SLOWEST,
     "cores": _SLOWEST,
+    "numa": _SLOWEST,
     "torch threads": _SLOWEST,
     "devices": _SLOWEST,
     "shared memory": "where ranks of a host have none, gradients go through torch.distributed",
@@ -151,7 +152,7 @@ def facts(version: str, path: str | None) -> dict[str, str]:
     """
     found = {finding.name: finding for finding in examine(path)}
     native = found["native"]
-    has = {name: found[name].found for name in ("worker", "shared memory", "cores", "huge pages")}
+    has = {name: found[name].found for name in ("worker", "shared memory", "cores", "numa", "huge pages")}
     has |= {name: found[name].found for name in ("gloo", "nccl") if name in found}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [f for f in found.values() if f.name.startswith(f"{accelerator.type}:")]
@@ -211,10 +212,8 @@ def _by_value(values_of: Mapping[int, str]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks in ascending order as text: ``ranks 0-3, 6``."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
+    """Return ranks as text: ``ranks 0-3, 6``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
 def print_comparison(

@@ -23,6 +23,8 @@ from ..placement.nvme.state_file import StateFile
 from ..placement.worker.cores import first_sibling
 from ..placement.worker.process import WorkerProcess
 from ..policies import WorkerOffload
+from ..system.devices import pci_address
+from ..system.numa import cores_by_node, node_of_device, ranges
 from ..system.shared_memory import PAGE, Arena, memory_left
 
 # What setup.cfg asks for.
@@ -58,7 +60,19 @@ def examine(path: str | None = None) -> Iterator[Finding]:
     Args:
         path: a directory for ``NVMeOffload``, if one is to be looked at.
     """
-    machine = (_python, _torch, _native, _cores, _memory, _shm, _huge_pages, _system_calls, _backends, _accelerators)
+    machine = (
+        _python,
+        _torch,
+        _native,
+        _cores,
+        _numa,
+        _memory,
+        _shm,
+        _huge_pages,
+        _system_calls,
+        _backends,
+        _accelerators,
+    )
     for look in machine:
         yield from look()
     if path is not None:
@@ -138,6 +152,20 @@ def _cores() -> Iterator[Finding]:
             f"because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
         )
     yield Finding(OK, "cores", text, advice)
+
+
+def _numa() -> Iterator[Finding]:
+    nodes, usable = cores_by_node(), os.sched_getaffinity(0)
+    if len(nodes) < 2:
+        yield Finding(OK, "numa", f"{len(nodes)} node" if nodes else "the system lists no nodes")
+        return
+    parts = {node: cores & usable for node, cores in nodes.items()}
+    texts = [f"node {node}: cores {ranges(cores) or 'none'}" for node, cores in parts.items()]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    for number in range(torch.accelerator.device_count()) if accelerator is not None else ():
+        node = node_of_device(pci_address(number))
+        texts.append(f"{accelerator}:{number} on {'an unknown node' if node is None else f'node {node}'}")
+    yield Finding(OK, "numa", f"{len(nodes)} nodes; {'; '.join(texts)}")
 
 
 def _memory() -> Iterator[Finding]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zero_opt.__main__ import main
 from zero_opt.tools import compare_ranks
-from zero_opt.tools.compare_ranks import compared, facts, named
+from zero_opt.tools.compare_ranks import compared, facts
 from zero_opt.tools.doctor import BAD, OK, Finding
 
 
@@ -43,7 +40,7 @@ def test_what_must_be_alike(name: str, own: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["python", "kernels", "cores", "torch threads", "devices", "NCCL_IB_HCA", "ZERO_OPT_ISA"]
+    "name", ["python", "kernels", "cores", "numa", "torch threads", "devices", "NCCL_IB_HCA", "ZERO_OPT_ISA"]
 )
 def test_what_may_differ_is_marked(name: str, own: dict[str, str]) -> None:
     findings = found({0: own, 1: own | {name: "else"}})
@@ -67,13 +64,6 @@ def test_variables_and_paths_are_facts(monkeypatch: pytest.MonkeyPatch, tmp_path
     has = facts("0.1.0", str(tmp_path))
     assert has["NCCL_ALGO"] == "Ring" and "SECRET" not in has and has["path"] == "yes"
     assert facts("0.1.0", f"{tmp_path}/nothing")["path"] != "yes"
-
-
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_names_of_ranks_say_which(ranks: set[int]) -> None:
-    spans = [span.split("-") for span in named(sorted(ranks)).split(" ", 1)[1].split(", ")]
-    assert {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)} == ranks
-    assert all(int(one[-1]) + 1 < int(other[0]) for one, other in itertools.pairwise(spans))
 
 
 def test_without_a_launcher_it_says_how_to_run_it(

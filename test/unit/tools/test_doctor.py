@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from test.support.numa_nodes import stand_in_system
 from zero_opt.errors import NativeUnavailable
 from zero_opt.kernels.checks import NativeIsas
+from zero_opt.system import numa
 from zero_opt.tools import doctor
 from zero_opt.tools.doctor import BAD, OFF, OK, Finding, examine, print_findings
 
@@ -142,6 +144,20 @@ def test_cores_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # torch's default for two cores of four hyperthreads
     assert findings()["cores"].advice == ""
+
+
+def test_nodes_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(numa, "SYSTEM", tmp_path)
+    assert findings()["numa"].found == "the system lists no nodes"
+    stand_in_system(tmp_path, {0: "0-3", 1: ""})
+    assert findings()["numa"].found == "1 node"
+    stand_in_system(tmp_path, {0: "0-3", 1: "4-7"}, {"0000:3b:00.0": 1, "0000:d8:00.0": -1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    assert findings()["numa"].found == "2 nodes; node 0: cores 0-1; node 1: cores 5"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "pci_address", lambda number: ("0000:3b:00.0", "0000:d8:00.0")[number])
+    assert next(doctor._numa()).found.endswith("; cuda:0 on node 1; cuda:1 on an unknown node")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +13,16 @@ import torch
 
 from ...comm.groups import Group
 from ...errors import ConfigError
-from ...kernels.threads import allowed_threads, fair_threads
+from ...kernels.threads import allowed_threads, fair_threads, meet_sharers
 from ...policies import WorkerOffload
-from ...system.devices import in_use
+from ...system.devices import in_use, pci_address
 from ...system.log import log
-from ..core_sharers import agreed_sharers, shared_by
+from ...system.numa import cores_by_node, node_of_device, ranges
+from ..core_sharers import Seats, agreed_seats, shared_by
 
 _TASKS = Path("/proc/self/task")
+# The cores of each NUMA node.
+Nodes = Mapping[int, frozenset[int]]
 
 
 class CoreSplit(NamedTuple):
@@ -64,25 +67,73 @@ def split_cores(policy: WorkerOffload, usable: Sequence[int], allowed: int, shar
     return CoreSplit(tuple(usable[-count:]), threads, tuple(usable[:-count]))
 
 
+def home_node(seats: Seats, nodes: Nodes, threads: int) -> int | None:
+    """Return the NUMA node that this rank's worker belongs on; ``None`` if it does better with all of its cores.
+
+    It is the node of the rank's cores if they are on one, else that of its accelerator. Ranks without an accelerator
+    that share cores of several nodes are spread over these. A worker has as many threads as without nodes: one whose
+    node has no core for each thread of those that belong there keeps all cores.
+
+    Args:
+        threads: of the worker.
+    """
+    mine = seats.mine
+    parts = {node: mine.cores & cores for node, cores in nodes.items() if mine.cores & cores}
+    if sum(map(len, parts.values())) < len(mine.cores):
+        return None  # of some it is not known where they are
+    if len(parts) == 1:
+        return next(iter(parts))
+    if mine.node is not None:
+        node, belonging = mine.node, sum(seat.node == mine.node for seat in seats.ranks)
+    else:
+        alike = [rank for rank, seat in enumerate(seats.ranks) if seat == mine]
+        if len(alike) % len(parts) or len({len(part) for part in parts.values()}) > 1:
+            return None
+        belonging = len(alike) // len(parts)
+        node = sorted(parts)[alike.index(seats.own) // belonging]
+    return node if len(parts.get(node, ())) >= belonging * threads else None
+
+
 def agreed_split(policy: WorkerOffload, group: Group) -> CoreSplit:
     """Return the split on this rank, given which other ranks of this host share its cores, and log it. Collective.
 
     A process that uses an accelerator is not confined: the threads of its driver and of its collectives would be too.
+    On a host of several NUMA nodes the worker is on that of :func:`home_node`, and so are the pages of the arena, which
+    its threads touch first.
     """
-    usable = sorted(os.sched_getaffinity(0), key=lambda core: (first_sibling(core), core))
-    sharers = agreed_sharers(group, usable)
-    split = split_cores(policy, usable, allowed_threads(len(usable)), sharers)
+    nodes = cores_by_node()
+    usable, node = os.sched_getaffinity(0), None
+    if len(nodes) < 2:
+        nodes = {}
+    elif in_use():
+        node = node_of_device(pci_address(torch.accelerator.current_device_index()))
+    node_of = {core: number for number, cores in nodes.items() for core in cores}
+    in_order = sorted(
+        usable, key=lambda core: (node_of.get(core, 0) == node, node_of.get(core, 0), first_sibling(core), core)
+    )
+    seats = agreed_seats(group, usable, node)
+    sharers = meet_sharers(seats.sharers)
+    split = split_cores(policy, in_order, allowed_threads(len(usable)), sharers)
+    home = home_node(seats, nodes, split.threads)
+    if policy.cores is None and home is not None:
+        split = split._replace(worker=tuple(core for core in split.worker if core in nodes[home]))
     if in_use():
         split = split._replace(trainer=())
     log.info(
-        "rank %d: worker with %d threads on cores %s, trainer on %s%s",
+        "rank %d: worker with %d threads on cores %s%s, trainer on %s%s",
         group.rank,
         split.threads,
         sorted(split.worker),
+        _on_nodes({node_of[core] for core in split.worker if core in node_of}),
         sorted(split.trainer or usable),
         shared_by(sharers),
     )
     return split
+
+
+def _on_nodes(nodes: Collection[int]) -> str:
+    """Return the part of a message that names NUMA nodes; "" for none."""
+    return f" of NUMA node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}" if nodes else ""
 
 
 def first_sibling(core: int) -> int:

@@ -107,9 +107,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 start = shard.place(arrays, start)
             for shard in shards:
                 shard.bind(self._worker.arena)
-            self._lock_pages(shards)
             self._mark_state()
-        self._worker.start()
+        self._worker.start()  # its threads touch new pages first, which are near to them then
+        if any(arrays for _, arrays in missing):
+            self._lock_pages(shards)
 
     def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
         """Let accelerators, if parameters are there, read and write the arena as it is mapped now."""
