@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch._C._profiler import _RecordFunctionFast
 
@@ -68,7 +68,8 @@ class Phase:
     def __exit__(self, *_: object) -> None:
         if self._seconds is not None:
             self._seconds.turn_to(self._before)
-        self._label.__exit__(None, None, None)
+        with suppress(RuntimeError):  # a profiler of all threads has begun within the phase: it has no label to end
+            self._label.__exit__(None, None, None)
 
 
 class BusySeconds:

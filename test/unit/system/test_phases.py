@@ -134,3 +134,29 @@ def test_a_profiler_shows_phases_of_all_threads() -> None:
     thread.close()
     names = [event.name for event in profile.events()]
     assert names.count("zero_opt::norm") == names.count("zero_opt::reduction") == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_profiler_of_all_threads_that_begins_or_ends_within_a_phase(ends: bool) -> None:
+    """On another thread, where torch refuses to end a label that has not begun under the profiler."""
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    inside, go = threading.Event(), threading.Event()
+    thread = SerialThread("phases")
+
+    def work() -> None:
+        with Phase("reduction"):
+            inside.set()
+            assert go.wait(60)
+
+    trace = torch.profiler.profile(activities=kinds, experimental_config=config)
+    if ends:
+        trace.start()
+    call = thread.submit(work)
+    assert inside.wait(60)
+    (trace.stop if ends else trace.start)()
+    go.set()
+    call.result(60)
+    if not ends:
+        trace.stop()
+    thread.close()
