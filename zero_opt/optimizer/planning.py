@@ -10,7 +10,9 @@ from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
 from ..state.stand_ins import kinds_of
+from ..system.devices import is_host
 from ..system.failures import on_failure
+from ..system.freed_memory import keep_freed
 from .contents import contents, value_contents
 from .parts import EngineParts
 
@@ -98,6 +100,8 @@ class Planner:
                 parts.placement.add(added)
         for bucket in added:
             bucket.reserve_staging(parts.pool)
+        on_host = [bucket for bucket in parts.partition.buckets if is_host(bucket.device)]
+        keep_freed(sum(flat.param.nbytes for bucket in on_host for flat in bucket.params))
         parts.gather.forget()  # the views of staging buffers that are replaced
         parts.reduction.watch(added)
         parts.gather.watch()
