@@ -72,8 +72,9 @@ def upward() -> list[tuple[str, str]]:
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first line of a module's docstring, without a closing period."""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0].rstrip(".")
+    """Return the first line of a module's docstring, without a closing period and Sphinx's roles."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return re.sub(r":\w+:(?=`)", "", text.splitlines()[0].rstrip("."))
 
 
 def native_rows() -> Iterator[str]:
@@ -106,7 +107,7 @@ def page() -> str:
         f"```text\n{drawing()}\n```",
     ]
     for room in FLOORS:
-        lines += [f"\n## {room}\n", first_sentence(known[room]) + "."]
+        lines += [f"\n## `{room}`\n", first_sentence(known[room]) + "."]
         inside = [name for name in known if name.startswith(f"{room}.")]
         if inside:
             lines += ["\n| file | what it is |", "| --- | --- |"]

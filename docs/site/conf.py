@@ -27,8 +27,13 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 maximum_signature_line_length = 100
 
+highlight_language = "none"  # of a block that names none
 html_theme = "furo"
+# Lines that a diff adds and removes have colors of their own in both.
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
 html_title = "zero_opt"
 html_copy_source = False
+html_show_copyright = False
 # A page at the root of the site that leads to docs/index.html.
 html_extra_path = ["root"]

@@ -102,6 +102,23 @@ def test_fsdp(tmp_path: Path) -> None:
         assert [tuple(entry["exp_avg"].shape) for entry in saved["state"].values()] == [(41, 300), (41,), (1, 41), (1,)]
 
 
+def _tuning(rank: int, world_size: int, folder: str) -> list[str]:
+    return list(run("tuning.md", folder)["exposed"])
+
+
+def test_tuning(tmp_path: Path) -> None:
+    """And its table says something of every cause of exposed seconds that the figures tell apart."""
+    listed = {
+        key for row in table("tuning.md", "Where the time goes") for key in re.findall(r"`(exposed/\w+)`", row[0])
+    }
+    known = {
+        key for row in table("observing.md", "Figures of a step") for key in re.findall(r"`(exposed/\w+)`", row[0])
+    }
+    assert listed == known - {"exposed/total_s", "exposed/other_s"}
+    for found in run_processes(2, _tuning, str(tmp_path)):
+        assert set(found) <= known
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # migrating
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from pathlib import Path
 
@@ -30,3 +31,18 @@ def test_every_public_name_is_in_the_api() -> None:
     page = (DOCS / "api.md").read_text()
     named = re.findall(r"^\.\. auto(?:class|exception|function):: zero_opt\.(\w+)$", page, re.M)
     assert sorted(named) == sorted(zero_opt.__all__)
+
+
+def test_every_error_has_a_section_with_its_types() -> None:
+    sections = re.findall(r"^## (\w+)\n\n(.*)", (DOCS / "errors.md").read_text(), re.M)
+    public = {name: getattr(zero_opt, name) for name in zero_opt.__all__}
+    errors = {
+        n: kind for n, kind in public.items() if isinstance(kind, type) and issubclass(kind, zero_opt.ZeroOptError)
+    }
+    first, *others = sections
+    assert first[0] == "ZeroOptError" and [name for name, _ in others] == sorted(errors.keys() - {"ZeroOptError"})
+    for name, text in others:
+        kinds = re.findall(r"`(\w+)`", re.findall(r"^\*(.*?)\.\*", text)[0])
+        assert kinds and all(issubclass(errors[name], public.get(kind) or getattr(builtins, kind)) for kind in kinds), (
+            name
+        )
