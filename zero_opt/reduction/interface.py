@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..sharding.partition import Partition
 from ..system.background_thread import SerialThread
+from ..system.phases import Phase
 from ..system.stages import Lane
 
 
@@ -76,6 +77,12 @@ class OwnRounds(NamedTuple):
     abandoned: int = 0
 
 
+def _labeled(reduce: Callable[..., bool], *arguments: Any) -> bool:
+    """Reduce a bucket, and show profilers when that was; reductions in stages are labeled where stages are run."""
+    with Phase(REDUCTION):
+        return reduce(*arguments)
+
+
 @dataclass
 class ReductionParts:
     """What a reduction works with.
@@ -107,14 +114,13 @@ class ReductionParts:
         An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
         exchange = self.exchange_of(bucket)
-        lane = bucket.lane(exchange)
+        lane, arguments = bucket.lane(exchange), (fill, ident, accumulate, exchange, self.pool)
         if lane is not None:
-            arguments = (fill, ident, accumulate, exchange, self.pool)
             return self.thread.submit_stages(Lane(REDUCTION, lane), bucket.reduce_in_stages, *arguments)
         if exchange.blocks:
-            return self.thread.submit(bucket.reduce, fill, ident, accumulate, exchange, self.pool)
+            return self.thread.submit(_labeled, bucket.reduce, *arguments)
         done: Future[bool] = Future()
-        done.set_result(bucket.reduce(fill, ident, accumulate, exchange, self.pool))
+        done.set_result(_labeled(bucket.reduce, *arguments))
         return done
 
     @property

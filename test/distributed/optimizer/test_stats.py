@@ -102,6 +102,27 @@ def test_bytes_are_those_that_others_have_of_a_rank(world_size: int, exchange: A
     assert sum(found) == 2 * (world_size - 1) * world_size * shard * 4
 
 
+def _labels(rank: int, world_size: int, exchange: Any) -> dict[str, int]:
+    """How many threads have each label in a trace of all threads."""
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    model, threads = _model(), dict[str, set[int]]()
+    with closing(make(model, reduction=zero_opt.Overlapped(exchange=exchange))) as optimizer:
+        _train(model, optimizer, rank, 1)
+        with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
+            _train(model, optimizer, rank, 3)
+    for event in profile.events() or ():
+        if event.name.startswith("zero_opt::"):
+            threads.setdefault(event.name, set()).add(event.thread)
+    return {name: len(found) for name, found in threads.items()}
+
+
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_a_trace_shows_reductions_on_the_exchange_thread_too(exchange: Any) -> None:
+    for labels in run_processes(2, _labels, exchange):
+        assert labels["zero_opt::reduction"] == 2 and labels["zero_opt::agreement"] == labels["zero_opt::update"] == 1
+
+
 def test_the_file_is_read_and_written_once_a_step(tmp_path: Path) -> None:
     for found in run_threads(2, _stats, zero_opt.NVMeOffload(tmp_path), False):
         assert found["disk/read_bytes"] == found["disk/write_bytes"] >= NUMEL // 2 * 8
