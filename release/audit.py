@@ -32,7 +32,7 @@ LIBRARIES = {
 EXPORTED = {"PyInit__native"}
 _ARCHITECTURES = {"x86_64": "x64", "aarch64": "AArch64"}
 # Tracked files that only the repository itself needs.
-_REPOSITORY = {".ci/run", ".gitignore"}
+_REPOSITORY = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
 
 
 def extension_findings(binary: bytes, machine: str) -> Iterator[str]:
@@ -107,7 +107,8 @@ def sdist_findings(path: Path) -> Iterator[str]:
     """Yield what is wrong with an sdist."""
     with tarfile.open(path) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-        yield from (f"lacks {name}" for name in sorted(tracked() - _REPOSITORY - names))
+        wanted = {name for name in tracked() if not name.startswith(_REPOSITORY)}
+        yield from (f"lacks {name}" for name in sorted(wanted - names))
         yield from (f"has {name}" for name in sorted(names - tracked() - {"PKG-INFO"}))
         information = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
         yield from metadata_findings(information.read().decode() if information else "")

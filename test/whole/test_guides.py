@@ -119,6 +119,17 @@ def test_tuning(tmp_path: Path) -> None:
         assert set(found) <= known
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_contributing(ranks: int, tmp_path: Path) -> None:
+    """The placement of the page steps, and its figure is its own."""
+
+    def counted(rank: int, world_size: int) -> float:
+        count: float = run("../CONTRIBUTING.md", str(tmp_path))["counted"]
+        return count
+
+    assert run_processes(ranks, counted) == [3.0] * ranks
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # migrating
 
