@@ -98,12 +98,12 @@ def step_bits(native: Any, isa: str) -> bytes:
     for gradient, moments, out, split in FORMS:
         for decoupled in (True, False):
             written = state(native, moments, out, split, isa)
-            hypers = native.AdamHypers(**HYPERS, decoupled=decoupled, maximize=not decoupled, grad_scale=0.37)
+            hypers = native.Hypers("adam", **HYPERS, decoupled=decoupled, maximize=not decoupled, grad_scale=0.37)
             dtypes = {"grad_dtype": gradient, "moment_dtype": moments, "out_dtype": out or "float32"}
             for number in range(1, STEPS + 1):
                 grad = narrowed(numbers(10 + number), gradient)
-                run = native.AdamRun(NUMEL, addresses(written), step=float(number), **dtypes)
-                wrong = native.adam_step([(hypers, [run], [grad.buffer_info()[0]])], isa=isa)
+                run = native.UpdateRun(NUMEL, addresses(written), step=float(number), **dtypes)
+                wrong = native.update_step([(hypers, [run], [grad.buffer_info()[0]])], isa=isa)
                 digest.update(str(wrong).encode())
             for role in sorted(written):
                 digest.update(written[role].tobytes())

@@ -36,7 +36,7 @@ from .errors import (
     ZeroOptError,
     ZeroOptWarning,
 )
-from .kernels import CPUAdam, CPUAdamW
+from .kernels import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from .optimizer.checkpoint import load_sharded_state_dict, sharded_state_dict
 from .optimizer.ddp_hook import ddp_hook
 from .optimizer.sharded_optimizer import ShardedOptimizer
@@ -59,13 +59,16 @@ from .tools.estimate import Estimate, estimate
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (sorted as strings)
     "AdamState",
     "AlreadyReduced",
     "AtStep",
+    "CPUAdagrad",
     "CPUAdam",
     "CPUAdamW",
+    "CPULion",
     "CPUOffload",
+    "CPUSGD",
     "Checks",
     "ConfigConflict",
     "ConfigError",

@@ -5,31 +5,32 @@ from typing import Any
 
 from torch import Tensor
 
-class AdamHypers:
-    """The hyperparameters of a group. ``decoupled`` is AdamW's decay, else weight_decay is L2.
+class Hypers:
+    """The hyperparameters of a group for an update, by names: those of its file in native/kernels.
 
-    ``grad_scale`` is what gradients are multiplied by first. ``prediction`` is how many times the new param's copy in
-    ``out`` has the update too that the next step would make with the same gradient.
+    "adam" has lr, beta1, beta2, eps, weight_decay, decoupled (1 for AdamW's decay, else weight_decay is L2); "adagrad"
+    lr, lr_decay, weight_decay, eps; "lion" lr, beta1, beta2, weight_decay; "sgd" lr, momentum, dampening, weight_decay,
+    nesterov. ``grad_scale`` is what gradients are multiplied by first; ``maximize`` negates them. ``prediction`` is how
+    many times the new param's copy in ``out`` has the update too that the next step would make with the same gradient.
+
+    Raises ValueError for another update, or other hyperparameters than it has.
     """
 
     def __init__(
         self,
+        update: str,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        maximize: bool,
+        maximize: bool = False,
         grad_scale: float = 1.0,
         prediction: float = 0.0,
+        **hypers: float,
     ) -> None: ...
 
-class AdamRun:
+class UpdateRun:
     """``numel`` contiguous elements at each address, without the gradient's.
 
-    Roles of addresses: param, exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; remainder (int16) beside a bf16 param;
+    Roles of addresses: param, and of Adam's exp_avg, exp_avg_sq; max_exp_avg_sq for amsgrad; of other updates' arrays
+    exp_avg, momentum_buffer or sum; remainder (int16) beside a bf16 param;
     out, for another copy of the new param; exp_avg_base and exp_avg_sq_base (int16, one per 64 elements) for 8-bit
     moments, whose dtype is "uint8"; step, an fp32 count of steps done, which is used and raised in place of ``step``,
     the number of this step. ``to`` has the addresses of state that is written elsewhere: the same roles, without out.
@@ -57,8 +58,8 @@ class MomentRun:
 
     def __init__(self, numel: int, dtype: str, addresses: Mapping[str, int], *, step: float = 1.0) -> None: ...
 
-def adam_step(
-    batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+def update_step(
+    batches: Sequence[tuple[Hypers, Sequence[UpdateRun], Sequence[int]]],
     *,
     threads: int = 1,
     flush_denormals: bool = False,
@@ -67,8 +68,8 @@ def adam_step(
     """Steps every run of every batch in place, given the addresses of their gradients; GIL released.
 
     Returns how many gradient elements, after scaling, were not finite. ``isa`` overrides the chosen instruction set.
-    Raises ValueError for a run without a gradient, RuntimeError for an instruction set that this processor lacks,
-    before anything is written.
+    Raises ValueError for a run without a gradient, or with other arrays than its update takes, RuntimeError for an
+    instruction set that this processor lacks, before anything is written.
     """
 
 def grad_sum(
@@ -169,14 +170,14 @@ class Control:
     def __init__(self, address: int, nbytes: int, *, lanes: int, max_runs: int) -> None: ...
     def submit(
         self,
-        batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+        batches: Sequence[tuple[Hypers, Sequence[UpdateRun], Sequence[int]]],
         wake_fd: int,
         *,
         flush_denormals: bool = False,
         past_caches: bool = False,
         isa: str = "",
     ) -> int:
-        """Hand a step, as for adam_step, to the worker; GIL released. Kept steps are read and not raised.
+        """Hand a step, as for update_step, to the worker; GIL released. Kept steps are read and not raised.
 
         With ``past_caches`` the worker takes longer, and leaves the caches that it shares to others.
 
@@ -193,7 +194,7 @@ class Control:
 
     def draft(
         self,
-        batches: Sequence[tuple[AdamHypers, Sequence[AdamRun], Sequence[int]]],
+        batches: Sequence[tuple[Hypers, Sequence[UpdateRun], Sequence[int]]],
         wake_fd: int,
         *,
         flush_denormals: bool = False,
@@ -259,7 +260,7 @@ class Control:
 
     @property
     def nonfinite(self) -> int:
-        """What adam_step would have returned for the last completed step."""
+        """What update_step would have returned for the last completed step."""
 
     @property
     def step_seconds(self) -> float:

@@ -363,9 +363,9 @@ class NVMeOffload:
 class CPUOffload:
     """Keep moments and masters in host memory, and step them in this process.
 
-    Any class; Adam, AdamW, CPUAdam and CPUAdamW by the native kernel, with the fused formula, unless a param group says
-    ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32 master, unless it is split. Parameters on
-    the CPU need no copy: fp32 ones are stepped in place.
+    Any class; Adam, AdamW, SGD, Adagrad, CPULion and this package's classes of those by the native kernel, with the
+    fused formula, unless a param group says ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32
+    master, unless it is split. Parameters on the CPU need no copy: fp32 ones are stepped in place.
 
     Attributes:
         pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.

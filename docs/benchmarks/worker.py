@@ -34,8 +34,8 @@ from zero_opt.placement.worker.process import WorkerProcess
 from zero_opt.policies import WorkerOffload
 
 SCRIPT = "docs/benchmarks/worker.py"
-HYPERS = _native.AdamHypers(
-    lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False
+HYPERS = _native.Hypers(
+    "adam", lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False
 )
 GAP_BYTES = 8192  # arrays at distances of a power of two compete for one bank of memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -95,12 +95,14 @@ class Arrays:
         self.tensors["grad"].copy_(torch.randn(numel, generator=generator))
         name = str(dtype).removeprefix("torch.")
         addresses = {role: tensor.data_ptr() for role, tensor in self.tensors.items() if role != "grad"}
-        self.run = _native.AdamRun(numel, addresses, grad_dtype=name, out_dtype=name if half else "float32", step=10.0)
+        self.run = _native.UpdateRun(
+            numel, addresses, grad_dtype=name, out_dtype=name if half else "float32", step=10.0
+        )
         self.batches = [(HYPERS, [self.run], [self.tensors["grad"].data_ptr()])]
 
     def plain(self) -> None:
         """In place, in this process."""
-        _native.adam_step(self.batches, threads=self.threads)
+        _native.update_step(self.batches, threads=self.threads)
 
     def logged(self) -> None:
         """Through the redo log, in this process, by the function that the worker calls."""

@@ -27,14 +27,35 @@ Format float_named(const std::string& dtype) {
 
 Format mean_format(const std::string& dtype) { return dtype == "float64" ? Format::kFloat64 : float_named(dtype); }
 
-std::vector<AdamBatch> with_grads(const std::vector<Batch>& batches) {
-  std::vector<AdamBatch> work;
+namespace {
+
+void check_arrays(const Hypers& hypers, const UpdateRun& run) {
+  const StateArrays& arrays = run.from;
+  const int needed = arrays_needed(hypers);
+  if (run.numel > 0) {
+    const void* const places[] = {arrays.exp_avg, arrays.exp_avg_sq};
+    for (int i = 0; i < 2; ++i) {
+      if ((places[i] != nullptr) != (i < needed)) {
+        throw std::invalid_argument("the update takes " + std::to_string(needed) + " arrays of state");
+      }
+    }
+  }
+  if (needed < 2 && (arrays.max_exp_avg_sq != nullptr || run.moment_format != Format::kFloat32)) {
+    throw std::invalid_argument("a maximum, or moments in another format than float32, of another update than Adam");
+  }
+}
+
+}  // namespace
+
+std::vector<UpdateBatch> with_grads(const std::vector<Batch>& batches) {
+  std::vector<UpdateBatch> work;
   for (const auto& [hypers, runs, grads] : batches) {
     if (runs.size() != grads.size()) throw std::invalid_argument("every run needs the address of its gradient");
     work.push_back({hypers, runs});
     for (std::size_t i = 0; i < grads.size(); ++i) {
-      AdamRun& run = work.back().runs[i].run;
+      UpdateRun& run = work.back().runs[i].run;
       run.grad = memory(grads[i]);
+      check_arrays(hypers, run);
       if (run.grad == nullptr && run.numel > 0) throw std::invalid_argument("a gradient without an address");
     }
   }

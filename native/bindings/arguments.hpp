@@ -28,9 +28,10 @@ Format float_named(const std::string& dtype);
 Format mean_format(const std::string& dtype);
 
 // Hyperparameters, their runs, and the address of each run's gradient.
-using Batch = std::tuple<AdamHypers, std::vector<CountedRun>, std::vector<std::uintptr_t>>;
+using Batch = std::tuple<Hypers, std::vector<CountedRun>, std::vector<std::uintptr_t>>;
 
-std::vector<AdamBatch> with_grads(const std::vector<Batch>& batches);
+// Throws if a run has other arrays than the update takes.
+std::vector<UpdateBatch> with_grads(const std::vector<Batch>& batches);
 
 // Address, dtype and number of elements.
 using Grad = std::tuple<std::uintptr_t, std::string, std::int64_t>;

@@ -12,7 +12,7 @@
 #include "bindings/bindings.hpp"
 #include "kernels/dispatch.hpp"
 #include "kernels/kernels.hpp"
-#include "step/adam_scalars.hpp"
+#include "step/hypers.hpp"
 
 namespace zero_opt::bindings {
 namespace {

@@ -17,21 +17,30 @@
 namespace zero_opt::bindings {
 namespace {
 
-AdamHypers make_hypers(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
-                       bool maximize, double grad_scale, double prediction) {
-  return {lr, beta1, beta2, eps, weight_decay, grad_scale, decoupled, maximize, prediction};
+Hypers hypers_of(const std::string& update, bool maximize, double grad_scale, double prediction,
+                 const py::kwargs& values) {
+  Hypers hypers = make_hypers(update, values.cast<std::map<std::string, double>>());
+  hypers.maximize = maximize;
+  hypers.grad_scale = grad_scale;
+  hypers.prediction = prediction;
+  return hypers;
 }
 
 using Addresses = std::map<std::string, std::uintptr_t>;
 
 void check_addresses(std::int64_t numel, const Addresses& addresses, Format moments) {
-  static const std::set<std::string> known = {"param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out",
-                                              "remainder", "exp_avg_base", "exp_avg_sq_base", "step"};
+  static const std::set<std::string> known = [] {
+    std::set<std::string> roles = {"param", "out", "remainder", "exp_avg_base", "exp_avg_sq_base", "step"};
+    for (int number = 0; number < 3; ++number) {
+      for (const std::string& name : names_of_array(number)) roles.insert(name);
+    }
+    return roles;
+  }();
   if (numel < 0) throw std::invalid_argument("numel must not be negative, got " + std::to_string(numel));
   for (const auto& [role, address] : addresses) {
     if (known.count(role) == 0) throw std::invalid_argument("no array of a run is called '" + role + "'");
   }
-  std::vector<std::string> needed = {"param", "exp_avg", "exp_avg_sq"};
+  std::vector<std::string> needed = {"param"};
   if (moments == Format::kBlock8) needed.insert(needed.end(), {"exp_avg_base", "exp_avg_sq_base"});
   for (const std::string& role : needed) {
     const auto found = addresses.find(role);
@@ -46,25 +55,38 @@ void* array_at(const Addresses& addresses, const char* role) {
   return found == addresses.end() ? nullptr : memory(found->second);
 }
 
-AdamArrays arrays_at(const Addresses& addresses) {
+// An array of state, by any of its names.
+void* state_at(const Addresses& addresses, int number) {
+  static const std::vector<std::string> names[] = {names_of_array(0), names_of_array(1), names_of_array(2)};
+  for (const std::string& name : names[number]) {
+    if (void* found = array_at(addresses, name.c_str())) return found;
+  }
+  return nullptr;
+}
+
+StateArrays arrays_at(const Addresses& addresses) {
   return {array_at(addresses, "param"),
           static_cast<std::int16_t*>(array_at(addresses, "remainder")),
-          array_at(addresses, "exp_avg"),
-          array_at(addresses, "exp_avg_sq"),
+          state_at(addresses, 0),
+          state_at(addresses, 1),
           static_cast<std::uint16_t*>(array_at(addresses, "exp_avg_base")),
           static_cast<std::uint16_t*>(array_at(addresses, "exp_avg_sq_base")),
-          static_cast<float*>(array_at(addresses, "max_exp_avg_sq"))};
+          static_cast<float*>(state_at(addresses, 2))};
 }
 
 // Where a run is written, if not where it is read.
-AdamArrays written_at(std::int64_t numel, const Addresses& addresses, const Addresses& to, Format moments) {
+StateArrays written_at(std::int64_t numel, const Addresses& addresses, const Addresses& to, Format moments) {
   if (to.empty()) return arrays_at(addresses);
   check_addresses(numel, to, moments);
-  for (const char* role : {"param", "remainder", "exp_avg", "exp_avg_sq", "exp_avg_base", "exp_avg_sq_base",
-                           "max_exp_avg_sq"}) {
-    if ((array_at(addresses, role) == nullptr) != (array_at(to, role) == nullptr)) {
-      throw std::invalid_argument(std::string("a run must be read and written with or without ") + role);
+  const auto roles = [](const Addresses& given) {
+    std::set<std::string> found;
+    for (const auto& [role, address] : given) {
+      if (address != 0 && role != "out" && role != "step") found.insert(role);
     }
+    return found;
+  };
+  if (roles(addresses) != roles(to)) {
+    throw std::invalid_argument("a run must be read and written with the same arrays of state");
   }
   if (array_at(to, "out") != nullptr || array_at(to, "step") != nullptr) {
     throw std::invalid_argument("out and step are not state that is written elsewhere");
@@ -81,7 +103,7 @@ CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::s
   if (at("step") == nullptr && !(step >= 1.0)) {
     throw std::invalid_argument("step counts from 1, got " + std::to_string(step));
   }
-  AdamRun run = {};
+  UpdateRun run = {};
   run.numel = numel;
   run.from = arrays_at(addresses);
   run.to = written_at(numel, addresses, to, moments);
@@ -92,12 +114,12 @@ CountedRun make_run(std::int64_t numel, const Addresses& addresses, const std::s
   return {run, step, static_cast<float*>(at("step"))};
 }
 
-std::int64_t adam_step(const std::vector<Batch>& batches, int threads, bool flush_denormals,
+std::int64_t update_step(const std::vector<Batch>& batches, int threads, bool flush_denormals,
                        const std::string& isa) {
   const Kernels& kernels = table(isa);
-  const std::vector<AdamBatch> work = with_grads(batches);
+  const std::vector<UpdateBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
-  return zero_opt::adam_step(kernels, work, {threads, flush_denormals});
+  return zero_opt::update_step(kernels, work, {threads, flush_denormals});
 }
 
 std::pair<double, std::int64_t> grad_sum(const std::vector<Grad>& grads, const std::vector<std::uintptr_t>& squares,
@@ -124,15 +146,14 @@ void copy_runs(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std:
 }  // namespace
 
 void bind_step(py::module_& m) {
-  py::class_<AdamHypers>(m, "AdamHypers")
-      .def(py::init(&make_hypers), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"),
+  py::class_<Hypers>(m, "Hypers")
+      .def(py::init(&hypers_of), py::arg("update"), py::kw_only(), py::arg("maximize") = false,
            py::arg("grad_scale") = 1.0, py::arg("prediction") = 0.0);
-  py::class_<CountedRun>(m, "AdamRun")
+  py::class_<CountedRun>(m, "UpdateRun")
       .def(py::init(&make_run), py::arg("numel"), py::arg("addresses"), py::kw_only(),
            py::arg("grad_dtype") = "float32", py::arg("moment_dtype") = "float32",
            py::arg("out_dtype") = "float32", py::arg("step") = 1.0, py::arg("to") = Addresses());
-  m.def("adam_step", &adam_step, py::arg("batches"), py::kw_only(), py::arg("threads") = 1,
+  m.def("update_step", &update_step, py::arg("batches"), py::kw_only(), py::arg("threads") = 1,
         py::arg("flush_denormals") = false, py::arg("isa") = "");
   m.def("grad_sum", &grad_sum, py::arg("grads"), py::arg("squares") = std::vector<std::uintptr_t>(), py::kw_only(),
         py::arg("threads") = 1, py::arg("flush_denormals") = false, py::arg("isa") = "");

@@ -23,7 +23,7 @@ Control make_control(std::uintptr_t address, std::size_t nbytes, std::size_t lan
 std::uint64_t submit(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
                      bool past_caches, const std::string& isa) {
   const std::string name = table(isa).name;
-  const std::vector<AdamBatch> work = with_grads(batches);
+  const std::vector<UpdateBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
   return control.submit(work, wake_fd, flush_denormals, past_caches, name);
 }
@@ -31,7 +31,7 @@ std::uint64_t submit(Control& control, const std::vector<Batch>& batches, int wa
 std::uint64_t draft(Control& control, const std::vector<Batch>& batches, int wake_fd, bool flush_denormals,
                     const std::string& isa) {
   const std::string name = table(isa).name;
-  const std::vector<AdamBatch> work = with_grads(batches);
+  const std::vector<UpdateBatch> work = with_grads(batches);
   const py::gil_scoped_release unlocked;
   return control.draft(work, wake_fd, flush_denormals, name);
 }

@@ -1,4 +1,4 @@
-// Elements in registers, a few vectors of them, to where they go: included once by each isa_*.cpp, like adam.inl.
+// Elements in registers, a few vectors of them, to where they go: included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include "kernels/compact.inl"

@@ -1,7 +1,7 @@
 // Steps with 8-bit moments, a whole block at a time and in registers: included once by each isa_*.cpp, by
 // block_in_registers.inl.
 //
-// The maths is that of adam.inl and compact.inl, over vectors that are spelled out: of a loop that mixes bytes with
+// The maths is that of step_loop.inl and compact.inl, over vectors that are spelled out: of a loop that mixes bytes with
 // floats the compiler makes one that is bound by moving them between registers. What fits in 16 bits is done there, to
 // twice as many elements at a time: codes are decoded and encoded so, but for the rounding by chance, and masters split
 // and joined. Only the usual step is here; all others, ends of arrays, and blocks with a number that is not finite go
@@ -31,7 +31,7 @@ inline std::uint32_t largest_halves(AvxInts magnitude, AvxInts magnitude_sq) {
 }
 
 // Whether whole blocks of a run can be stepped here.
-inline bool steps_blocks8(const AdamRun& run, const AdamScalars& scalars) {
+inline bool steps_blocks8(const UpdateRun& run, const StepScalars& scalars) {
   return run.moment_format == Format::kBlock8 && is_usual(scalars, run.from.max_exp_avg_sq != nullptr) &&
          run.grad_format != Format::kFloat16 && !predicts(scalars, run) &&
          (run.out == nullptr || (run.out_format == Format::kBfloat16 && run.from.remainder == nullptr));
@@ -90,12 +90,12 @@ ZERO_OPT_INLINE void put_vectors(const AvxWords* vectors, std::int64_t n, void* 
 }
 
 // A block with a number that is not finite, and then what was made of it, from a log.
-__attribute__((noinline)) std::int64_t step_staged(const AdamScalars& scalars, const AdamRun& block) {
+__attribute__((noinline)) std::int64_t step_staged(const StepScalars& scalars, const UpdateRun& block) {
   Staging staging;
-  return adam_by_staging(scalars, block, 0, kCutNumel, staging);
+  return update_by_staging(scalars, block, 0, kCutNumel, staging);
 }
 
-__attribute__((noinline)) void copy_staged(const AdamArrays& log, const AdamArrays& home) {
+__attribute__((noinline)) void copy_staged(const StateArrays& log, const StateArrays& home) {
   const bool split = home.remainder != nullptr;
   __builtin_memcpy(home.param, log.param, kCutNumel * (split ? 2 : 4));
   if (split) __builtin_memcpy(home.remainder, log.remainder, kCutNumel * 2);
@@ -109,14 +109,15 @@ __attribute__((noinline)) void copy_staged(const AdamArrays& log, const AdamArra
 // what it holds out of registers.
 template <bool kHalfGrad, bool kSplit>
 struct Block8InRegisters {
-  AdamScalars scalars;
-  AdamRun run;
+  StepScalars scalars;
+  AdamScalars adam;
+  UpdateRun run;
   std::int64_t begin;
   bool streams, past_caches = false, staged = false;  // whether the last block was not finite
   SteppedBlock8 block;                                // the last one, unless it was not
 
-  Block8InRegisters(const AdamScalars& given, const AdamRun& whole, std::int64_t first)
-      : scalars(given), run(whole), begin(first) {
+  Block8InRegisters(const StepScalars& given, const UpdateRun& whole, std::int64_t first)
+      : scalars(given), adam(adam_in(given)), run(whole), begin(first) {
     const std::uintptr_t out = reinterpret_cast<std::uintptr_t>(static_cast<std::uint16_t*>(run.out) + begin);
     streams = run.numel >= kStreamNumel && out % kLine == 0;
   }
@@ -131,14 +132,14 @@ struct Block8InRegisters {
 
   // Blocks go home past the caches from here on, if they are whole lines there.
   void leave_caches() {
-    const AdamArrays home = home_arrays();
+    const StateArrays home = home_arrays();
     const auto place = [](const void* array) { return reinterpret_cast<std::uintptr_t>(array); };
     const std::uintptr_t moments = place(home.exp_avg) | place(home.exp_avg_sq);
     past_caches = (place(home.param) | place(home.remainder) | moments) % kLine == 0;
   }
 
   ZERO_OPT_INLINE void home(LogBlock& log) {
-    const AdamArrays home = home_arrays();
+    const StateArrays home = home_arrays();
     if (__builtin_expect(staged, 0)) {
       copy_staged(log_arrays(log), home);
     } else {
@@ -150,7 +151,7 @@ struct Block8InRegisters {
 
  private:
   // Where the block is.
-  ZERO_OPT_INLINE AdamArrays home_arrays() const {
+  ZERO_OPT_INLINE StateArrays home_arrays() const {
     return {static_cast<char*>(run.from.param) + begin * (kSplit ? 2 : 4),
             kSplit ? run.from.remainder + begin : nullptr,
             static_cast<std::uint8_t*>(run.from.exp_avg) + begin,
@@ -164,17 +165,17 @@ struct Block8InRegisters {
     return static_cast<const char*>(run.grad) + begin * (kHalfGrad ? 2 : 4);
   }
 
-  static ZERO_OPT_INLINE AdamArrays log_arrays(LogBlock& log) {
+  static ZERO_OPT_INLINE StateArrays log_arrays(LogBlock& log) {
     return {log.param,           kSplit ? log.remainder : nullptr, log.exp_avg, log.exp_avg_sq, log.exp_avg_base,
             log.exp_avg_sq_base, nullptr};
   }
 
-  ZERO_OPT_INLINE std::int64_t step_to(const AdamArrays& to) {
+  ZERO_OPT_INLINE std::int64_t step_to(const StateArrays& to) {
     staged = !step_finite(home_arrays());
     if (__builtin_expect(staged, 0)) {
-      const AdamRun alone = {kCutNumel,       home_arrays(),     to,            grad(), out(),
+      const UpdateRun alone = {kCutNumel,       home_arrays(),     to,            grad(), out(),
                              run.grad_format, run.moment_format, run.out_format};
-      const AdamScalars given = scalars;
+      const StepScalars given = scalars;
       return step_staged(given, alone);
     }
     write<false>(to);
@@ -197,7 +198,7 @@ struct Block8InRegisters {
   }
 
   // The next state of the block; false, and nothing of it but ``out`` is right, if some of it is not finite.
-  ZERO_OPT_INLINE bool step_finite(const AdamArrays& home) {
+  ZERO_OPT_INLINE bool step_finite(const StateArrays& home) {
     Element<AvxFloats> decayed[2 * kPairs];
     const std::uint32_t both = decay(home, decayed), largest = both << 16, largest_sq = both & kUpper;
     block.base = static_cast<std::uint16_t>(finite_base(largest, kHighestCode));
@@ -207,7 +208,7 @@ struct Block8InRegisters {
   }
 
   // What of the step needs no divider: the rest of it is long, and has the encoding beside it. Returns largest_halves.
-  ZERO_OPT_INLINE std::uint32_t decay(const AdamArrays& home, Element<AvxFloats>* decayed) const {
+  ZERO_OPT_INLINE std::uint32_t decay(const StateArrays& home, Element<AvxFloats>* decayed) const {
     const std::uint8_t* const codes = static_cast<const std::uint8_t*>(home.exp_avg);
     const std::uint8_t* const codes_sq = static_cast<const std::uint8_t*>(home.exp_avg_sq);
     const std::uint16_t base = *home.exp_avg_base, base_sq = *home.exp_avg_sq_base;
@@ -228,7 +229,7 @@ struct Block8InRegisters {
   ZERO_OPT_INLINE Element<AvxFloats> decayed_vector(AvxWords g, AvxWords param, AvxWords exp_avg, AvxWords exp_avg_sq,
                                                     AvxInts& most, AvxInts& most_sq) const {
     const Element<AvxFloats> old = {(AvxFloats)param, (AvxFloats)exp_avg, (AvxFloats)exp_avg_sq, AvxFloats{}};
-    const Element<AvxFloats> next = UsualUpdate::decayed(scalars, scalars.grad_factor * (AvxFloats)g, old);
+    const Element<AvxFloats> next = UsualUpdate::decayed(adam, scalars.grad_factor * (AvxFloats)g, old);
     const AvxInts magnitude = (AvxInts)((AvxWords)next.exp_avg & kMagnitude);
     // Never negative; a NaN with a sign can only come from a gradient that makes exp_avg one too.
     const AvxInts magnitude_sq = (AvxInts)next.exp_avg_sq;
@@ -259,8 +260,8 @@ struct Block8InRegisters {
   }
 
   ZERO_OPT_INLINE AvxWords moved(const Element<AvxFloats>& decayed) const {
-    const AvxFloats denominator = UsualUpdate::denominator<true>(scalars, decayed);
-    return (AvxWords)UsualUpdate::moved(scalars, decayed, denominator);
+    const AvxFloats denominator = UsualUpdate::denominator<true>(adam, decayed);
+    return (AvxWords)UsualUpdate::moved(adam, decayed, denominator);
   }
 
   // As it goes home.
@@ -286,7 +287,7 @@ struct Block8InRegisters {
   }
 
   template <bool kPast>
-  ZERO_OPT_INLINE void write(const AdamArrays& to) const {
+  ZERO_OPT_INLINE void write(const StateArrays& to) const {
     constexpr std::int64_t kParams = kSplit ? kPairs : 2 * kPairs;
     put_vectors<kPast>(block.masters, kParams, to.param);
     if constexpr (kSplit) put_vectors<kPast>(block.masters + kPairs, kPairs, to.remainder);
@@ -299,7 +300,7 @@ struct Block8InRegisters {
 
 // Calls ``use`` with the run's own Block8InRegisters, at element begin.
 template <typename Use>
-void with_block8_in_registers(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+void with_block8_in_registers(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, const Use& use) {
   const bool half = run.grad_format == Format::kBfloat16, split = run.from.remainder != nullptr;
   if (half && split) use(Block8InRegisters<true, true>(scalars, run, begin));
   if (half && !split) use(Block8InRegisters<true, false>(scalars, run, begin));

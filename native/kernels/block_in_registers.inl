@@ -13,9 +13,10 @@ namespace {
 
 // Whether a run's whole blocks can be stepped in registers. By BlockInRegisters: fp32 moments, lerps that start from the
 // moment, and parameters of the gradient's 16-bit format, if that is one; of split masters the usual step only.
-inline bool steps_in_registers(const AdamRun& run, const AdamScalars& scalars) {
+inline bool steps_in_registers(const UpdateRun& run, const StepScalars& scalars) {
   if (steps_blocks8(run, scalars)) return true;
-  if (run.moment_format != Format::kFloat32 || !starts_from_moment(scalars) || predicts(scalars, run)) return false;
+  if (!is_adam(scalars) || run.moment_format != Format::kFloat32 || predicts(scalars, run)) return false;
+  if (!starts_from_moment(adam_in(scalars))) return false;
   if (run.from.remainder != nullptr) return run.out == nullptr && is_usual(scalars, run.from.max_exp_avg_sq != nullptr);
   return run.out == nullptr ||
          (run.out_format != Format::kFloat32 &&
@@ -30,6 +31,7 @@ struct BlockInRegisters {
   static constexpr std::int64_t kParts = kLogNumel / kAvxNumel;
 
   AdamScalars scalars;
+  float grad_factor;
   LaneArrays home_arrays;
   const float* grad;
   const std::uint16_t* half_grad;  // in place of grad: bf16, or fp16
@@ -37,7 +39,8 @@ struct BlockInRegisters {
   bool streams, to_bf16, past_caches = false;
   AvxFloats param[kParts], exp_avg[kParts], exp_avg_sq[kParts], max_exp_avg_sq[kParts];  // of the last block
 
-  BlockInRegisters(const AdamScalars& given, const AdamRun& run, std::int64_t begin) : scalars(given), home_arrays{} {
+  BlockInRegisters(const StepScalars& given, const UpdateRun& run, std::int64_t begin)
+      : scalars(adam_in(given)), grad_factor(given.grad_factor), home_arrays{} {
     point_at_param(run.from, begin, home_arrays);
     point_at_moments(run.from, Format::kFloat32, begin, home_arrays);
     grad = static_cast<const float*>(run.grad) + begin;
@@ -81,7 +84,7 @@ struct BlockInRegisters {
     }
     home_arrays.exp_avg += kLogNumel;
     home_arrays.exp_avg_sq += kLogNumel;
-    if (Update::kMaximum) home_arrays.max_exp_avg_sq += kLogNumel;
+    if (Update::kArrays > 2) home_arrays.max_exp_avg_sq += kLogNumel;
     grad += kLogNumel;
     half_grad += kLogNumel;
     if (out != nullptr) out += kLogNumel;
@@ -101,9 +104,9 @@ struct BlockInRegisters {
       const std::int64_t at = part * kAvxNumel;
       AvxFloats g;
       if constexpr (kGrad == Format::kBfloat16) {
-        g = scalars.grad_factor * (AvxFloats)(widened(half_grad + at) << 16);
+        g = grad_factor * (AvxFloats)(widened(half_grad + at) << 16);
       } else {
-        g = scalars.grad_factor * read_floats_at(grads + at);
+        g = grad_factor * read_floats_at(grads + at);
       }
       spoilt |= words_of(g * 0.0f);
       Element<AvxFloats> old = {};
@@ -111,7 +114,7 @@ struct BlockInRegisters {
                          : read_floats_at(home_arrays.param + at);
       old.exp_avg = read_floats_at(home_arrays.exp_avg + at);
       old.exp_avg_sq = read_floats_at(home_arrays.exp_avg_sq + at);
-      if constexpr (Update::kMaximum) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
+      if constexpr (Update::kArrays > 2) old.max_exp_avg_sq = read_floats_at(home_arrays.max_exp_avg_sq + at);
       const Element<AvxFloats> stepped = Update::step(scalars, g, old);
       param[part] = stepped.param;
       exp_avg[part] = stepped.exp_avg;
@@ -128,7 +131,7 @@ struct BlockInRegisters {
     seen.numel = kLogNumel;
     seen.grad = grads;
     if (kGrad == Format::kBfloat16) seen.half_grad = half_grad;
-    return count_nonfinite(scalars.grad_factor, seen);
+    return count_nonfinite(grad_factor, seen);
   }
 
   ZERO_OPT_INLINE void write_out() const {
@@ -167,24 +170,24 @@ struct BlockInRegisters {
     }
     put<kPast>(exp_avg[part], to.exp_avg + at);
     put<kPast>(exp_avg_sq[part], to.exp_avg_sq + at);
-    if constexpr (Update::kMaximum) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
+    if constexpr (Update::kArrays > 2) put<kPast>(max_exp_avg_sq[part], to.max_exp_avg_sq + at);
   }
 };
 
 template <Format kGrad, typename Use>
-void with_block_in_registers_of(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+void with_block_in_registers_of(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, const Use& use) {
   if (run.from.remainder != nullptr) {
     use(BlockInRegisters<UsualUpdate, kGrad, true>(scalars, run, begin));
     return;
   }
-  with_update_of<false>(scalars, run.from.max_exp_avg_sq != nullptr, [&](auto update) {
+  with_adam_of<false>(adam_in(scalars), run.from.max_exp_avg_sq != nullptr, [&](auto update) {
     use(BlockInRegisters<decltype(update), kGrad, false>(scalars, run, begin));
   });
 }
 
 // Calls ``use`` with the run's own BlockInRegisters or Block8InRegisters, at element begin.
 template <typename Use>
-void with_block_in_registers(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, const Use& use) {
+void with_block_in_registers(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, const Use& use) {
   if (run.moment_format == Format::kBlock8) {
     with_block8_in_registers(scalars, run, begin, use);
     return;
@@ -201,10 +204,10 @@ void with_block_in_registers(const AdamScalars& scalars, const AdamRun& run, std
 namespace zero_opt {
 namespace {
 
-inline bool steps_in_registers(const AdamRun&, const AdamScalars&) { return false; }
+inline bool steps_in_registers(const UpdateRun&, const StepScalars&) { return false; }
 
 template <typename Use>
-void with_block_in_registers(const AdamScalars&, const AdamRun&, std::int64_t, const Use&) {}
+void with_block_in_registers(const StepScalars&, const UpdateRun&, std::int64_t, const Use&) {}
 
 }  // namespace
 }  // namespace zero_opt

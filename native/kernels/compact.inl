@@ -1,4 +1,4 @@
-// Compact forms of the optimizer state: included once by each isa_*.cpp, like adam.inl.
+// Compact forms of the optimizer state: included once by each isa_*.cpp, like step_loop.inl.
 //
 // Split master. master bits = (param bits << 16) + remainder, the remainder a signed 16-bit integer, so the pair
 // is the fp32 master exactly. The param is the master rounded to nearest with ties away from zero: with ties to
@@ -198,7 +198,7 @@ inline Block8 block_at(const MomentRun& run, std::int64_t start) {
           run.exp_avg_base[start / kCutNumel], run.exp_avg_sq_base[start / kCutNumel]};
 }
 
-inline MomentRun blocks_of(const AdamRun& run, const AdamArrays& arrays, std::uint32_t dither) {
+inline MomentRun blocks_of(const UpdateRun& run, const StateArrays& arrays, std::uint32_t dither) {
   return {run.numel,           run.moment_format,      dither,  arrays.exp_avg, arrays.exp_avg_sq,
           arrays.exp_avg_base, arrays.exp_avg_sq_base, nullptr, nullptr};
 }

@@ -1,4 +1,4 @@
-// Arrays of floats from one format to another: included once by each isa_*.cpp, like adam.inl.
+// Arrays of floats from one format to another: included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A copy past the caches: included once by each isa_*.cpp, like adam.inl.
+// A copy past the caches: included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include "kernels/stream.inl"

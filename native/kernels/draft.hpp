@@ -16,7 +16,7 @@ namespace zero_opt {
 struct DraftRun {
   StepRun run;    // its arrays are read; first_block and scalars are not used
   StepArrays to;  // written; the same ones are 0
-  AdamScalars scalars;
+  StepScalars scalars;
 };
 
 // The sums of squares of an array of gradients, one per kSumNumel elements.

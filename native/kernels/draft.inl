@@ -19,7 +19,7 @@ inline void stream_array(const void* fresh, std::int64_t begin, std::int64_t n, 
   write_lines(fresh, n * width, to, true);
 }
 
-void stream_block(const AdamArrays& to, Format moments, const Block& block, const LogBlock& fresh) {
+void stream_block(const StateArrays& to, Format moments, const Block& block, const LogBlock& fresh) {
   const std::int64_t begin = block.begin, n = block.end - begin, moment = bytes_of(moments);
   stream_array(fresh.param, begin, n, to.remainder == nullptr ? 4 : 2, to.param);
   stream_array(fresh.remainder, begin, n, 2, to.remainder);
@@ -33,7 +33,7 @@ void stream_block(const AdamArrays& to, Format moments, const Block& block, cons
 
 // The blocks of a draft from element begin to end.
 template <typename Stepper>
-void draft_blocks(Stepper at, const AdamArrays& to, Format moments, const Block& all, LogBlock& fresh) {
+void draft_blocks(Stepper at, const StateArrays& to, Format moments, const Block& all, LogBlock& fresh) {
   for (std::int64_t begin = all.begin; begin < all.end; begin += kLogNumel, at.next()) {
     at.step(fresh);
     stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);
@@ -41,8 +41,8 @@ void draft_blocks(Stepper at, const AdamArrays& to, Format moments, const Block&
 }
 
 void run_draft(char* base, const DraftRun& draft, const BlockRange& range) {
-  const AdamRun run = run_in_place(base, draft.run);
-  const AdamArrays to = home_of(base, draft.to);
+  const UpdateRun run = run_in_place(base, draft.run);
+  const StateArrays to = home_of(base, draft.to);
   Staging staging;
   LogBlock fresh;
   const std::int64_t begin = range.first * kLogNumel;

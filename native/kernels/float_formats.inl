@@ -1,4 +1,4 @@
-// bf16 and fp16 <-> fp32 in integer arithmetic: included once by each isa_*.cpp, like adam.inl.
+// bf16 and fp16 <-> fp32 in integer arithmetic: included once by each isa_*.cpp, like step_loop.inl.
 //
 // The compiler's own _Float16 casts do not vectorize; these do, at every width. No branch, ties to even, an
 // overflow becomes infinity, NaN stays NaN. No intermediate value is an fp32 subnormal, so the results are the

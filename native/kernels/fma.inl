@@ -1,4 +1,4 @@
-// The one contraction of the maths: included once by each isa_*.cpp, by update.inl.
+// The one contraction of the maths: included once by each isa_*.cpp, by the updates.
 #pragma once
 
 #include "kernels/avx_vectors.inl"
@@ -47,7 +47,7 @@ inline float fma32(float a, float b, float c) {
 #endif
 }
 
-void fma_loop(const FmaRun& run) {
+inline void fma_loop(const FmaRun& run) {
   const float* a = run.a;
   const float* b = run.b;
   const float* c = run.c;

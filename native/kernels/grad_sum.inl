@@ -1,4 +1,4 @@
-// Squares of gradients, added up, and gradients that are not finite: included once by each isa_*.cpp, like adam.inl.
+// Squares of gradients, added up, and gradients that are not finite: included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include <cstdint>

@@ -7,26 +7,26 @@
 namespace zero_opt {
 namespace {
 
-inline bool in_place(const AdamRun& run) {
-  const AdamArrays &from = run.from, &to = run.to;
+inline bool in_place(const UpdateRun& run) {
+  const StateArrays &from = run.from, &to = run.to;
   return from.param == to.param && from.remainder == to.remainder && from.exp_avg == to.exp_avg &&
          from.exp_avg_sq == to.exp_avg_sq && from.max_exp_avg_sq == to.max_exp_avg_sq;
 }
 
-// Whether the loop of adam.inl takes the arrays as they are, however many elements.
-inline bool as_it_lies(const AdamRun& run) {
+// Whether the loop of step_loop.inl takes the arrays as they are, however many elements.
+inline bool as_it_lies(const UpdateRun& run) {
   return run.grad_format == Format::kFloat32 && run.moment_format == Format::kFloat32 &&
          run.from.remainder == nullptr && run.out == nullptr;
 }
 
 // Longer loops convert that faster.
-inline bool takes_fp16(const AdamRun& run) {
+inline bool takes_fp16(const UpdateRun& run) {
   return run.grad_format == Format::kFloat16 || (run.out != nullptr && run.out_format == Format::kFloat16);
 }
 
-std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
+std::int64_t update(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, std::int64_t end) {
   Staging staging;
-  if (as_it_lies(run)) return adam_by_staging(scalars, run, begin, end - begin, staging);
+  if (as_it_lies(run)) return update_by_staging(scalars, run, begin, end - begin, staging);
   std::int64_t nonfinite = 0;
   if (in_place(run) && !takes_fp16(run) && steps_in_registers(run, scalars)) {
     const std::int64_t whole = (end - begin) / kLogNumel * kLogNumel;
@@ -37,7 +37,7 @@ std::int64_t adam(const AdamScalars& scalars, const AdamRun& run, std::int64_t b
     });
     begin += whole;
   }
-  nonfinite += adam_staged(scalars, run, begin, end - begin, staging);
+  nonfinite += update_staged(scalars, run, begin, end - begin, staging);
   if (run.out != nullptr) end_streams();
   return nonfinite;
 }

@@ -11,6 +11,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsBaseline;
 const Kernels kKernelsBaseline = {
-    "baseline", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "baseline", update, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

@@ -11,6 +11,6 @@ namespace zero_opt {
 
 extern const Kernels kKernelsV4;
 const Kernels kKernelsV4 = {
-    "v4", adam, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
+    "v4", update, run_lane, run_draft, grad_sum, stream_copy, fma_loop, convert, mean, pack_moments, unpack_moments};
 
 }  // namespace zero_opt

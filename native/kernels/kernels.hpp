@@ -19,26 +19,24 @@ static inline constexpr std::int64_t bytes_of(Format format) {
 // Every cut inside an array of elements is at a multiple of this, which is also the block of kBlock8.
 constexpr std::int64_t kCutNumel = 64;
 
+// What an update takes of one step's hyperparameters: floats in a struct of its own, see kernels/update_table.inl.
+struct Numbers {
+  float values[12];
+};
+
 // One step's scalars. They are computed once, in double, and rounded to float once.
-struct AdamScalars {
-  float step_size;              // lr / (1 - beta1^t)
-  float bias_correction2_sqrt;  // sqrt(1 - beta2^t)
-  float reciprocal;             // 1 / that
-  float decay;                  // 1 - lr * weight_decay; 1 when the decay is not decoupled
-  bool has_l2;                  // weight_decay is added to the gradient
-  float l2;                     // of which this is the factor; it may have underflowed to 0
-  float weight1;                // 1 - beta1
-  float weight2;                // 1 - beta2
-  float beta2;
-  float eps;
+struct StepScalars {
+  std::int32_t kind;     // of update, by its place in the table
   float grad_factor;     // unscale and clip factor; negative to maximize
   std::uint32_t dither;  // a number of the step, for formats that round by chance
   float prediction;      // 0, or how many times ``out`` has the update too that the same gradient would make next
-  float next_step_size, next_bias_correction2_sqrt, next_reciprocal;  // for that update: those of step t + 1
+  Numbers now;
+  Numbers next;  // for that update: those of step t + 1
 };
 
-// Where the state of a run's elements lies.
-struct AdamArrays {
+// Where the state of a run's elements lies. Arrays of state have the names of Adam's; an update that calls them otherwise
+// has its first in the place of exp_avg, and so on. Those that an update has not are null, and all fp32 but for Adam.
+struct StateArrays {
   void* param;              // the fp32 master; bf16 if there is a remainder
   std::int16_t* remainder;  // null, or the other half of a split master
   void* exp_avg;
@@ -50,10 +48,10 @@ struct AdamArrays {
 
 // A contiguous run of elements that share one step's scalars. The state is read from one set of arrays and written to
 // another; both may be the same, and the same ones of both are null.
-struct AdamRun {
+struct UpdateRun {
   std::int64_t numel;
-  AdamArrays from;
-  AdamArrays to;
+  StateArrays from;
+  StateArrays to;
   const void* grad;
   void* out;  // null, or where the new param goes in the model's format
   Format grad_format;
@@ -122,7 +120,7 @@ struct Kernels {
   const char* name;
   // Steps the elements from begin, a multiple of kCutNumel, to end; returns how many of their gradients, after
   // the factor, are not finite.
-  std::int64_t (*adam)(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end);
+  std::int64_t (*update)(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, std::int64_t end);
   // The same through the redo log: see redo_log.hpp.
   std::int64_t (*run_lane)(const LoggedStep& step, const BlockRange& range, Lane& lane);
   // Some of its blocks, of one bank, to the other: see draft.hpp.

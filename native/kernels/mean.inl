@@ -1,4 +1,4 @@
-// The mean of several ranks' chunks, summed in tree order (see comm/exchange.py): included once by each isa_*.cpp, like adam.inl.
+// The mean of several ranks' chunks, summed in tree order (see comm/exchange.py): included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include "kernels/float_formats.inl"

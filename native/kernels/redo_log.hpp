@@ -28,12 +28,12 @@ static_assert(kLogNumel % kCutNumel == 0, "the blocks of 8-bit moments must not 
 // Of each translation unit's own, like bytes_of.
 static inline constexpr std::int64_t log_blocks(std::int64_t numel) { return (numel + kLogNumel - 1) / kLogNumel; }
 
-// AdamArrays as offsets.
+// StateArrays as offsets.
 struct StepArrays {
   std::uint64_t param, remainder, exp_avg, exp_avg_sq, exp_avg_base, exp_avg_sq_base, max_exp_avg_sq;
 };
 
-// AdamRun as offsets; the state is written where it was read, by way of the log.
+// UpdateRun as offsets; the state is written where it was read, by way of the log.
 struct StepRun {
   std::int64_t numel;
   std::int64_t first_block;  // number of its first block; blocks are numbered through all runs of the step
@@ -65,7 +65,7 @@ struct alignas(64) Lane {
 struct LoggedStep {
   char* base;  // of the arena
   const StepRun* runs;
-  const AdamScalars* scalars;
+  const StepScalars* scalars;
   std::uint64_t sequence;
   bool past_caches;  // blocks of the usual runs go home past the caches where they are whole lines
 };

@@ -48,7 +48,7 @@ inline T* at(char* base, std::uint64_t offset) {
   return offset == 0 ? nullptr : reinterpret_cast<T*>(base + offset);
 }
 
-AdamArrays home_of(char* base, const StepArrays& arrays) {
+StateArrays home_of(char* base, const StepArrays& arrays) {
   return {at<void>(base, arrays.param),
           at<std::int16_t>(base, arrays.remainder),
           at<void>(base, arrays.exp_avg),
@@ -66,8 +66,8 @@ inline T* biased(void* in_log, std::int64_t begin, std::int64_t width, const voi
   return home == nullptr ? nullptr : reinterpret_cast<T*>(first);
 }
 
-inline AdamArrays log_of(const AdamRun& run, std::int64_t begin, LogBlock& log) {
-  const AdamArrays& home = run.from;
+inline StateArrays log_of(const UpdateRun& run, std::int64_t begin, LogBlock& log) {
+  const StateArrays& home = run.from;
   const std::int64_t moment = bytes_of(run.moment_format);
   return {biased<void>(log.param, begin, home.remainder == nullptr ? 4 : 2, home.param),
           biased<std::int16_t>(log.remainder, begin, 2, home.remainder),
@@ -89,8 +89,8 @@ inline void copy_array(const void* in_log, std::int64_t begin, std::int64_t n, s
   for (; done < bytes; ++done) to[done] = from[done];
 }
 
-void copy_home(const AdamRun& run, const Block& block, const LogBlock& log) {
-  const AdamArrays& home = run.from;
+void copy_home(const UpdateRun& run, const Block& block, const LogBlock& log) {
+  const StateArrays& home = run.from;
   const std::int64_t begin = block.begin, n = block.end - begin, moment = bytes_of(run.moment_format);
   copy_array(log.param, begin, n, home.remainder == nullptr ? 4 : 2, home.param);
   copy_array(log.remainder, begin, n, 2, home.remainder);
@@ -103,7 +103,7 @@ void copy_home(const AdamRun& run, const Block& block, const LogBlock& log) {
 }
 
 // A run as the kernel takes it, in this process; ``to`` is each block's own.
-AdamRun run_in_place(char* base, const StepRun& run) {
+UpdateRun run_in_place(char* base, const StepRun& run) {
   return {run.numel,       home_of(base, run.arrays), {}, base + run.grad, at<void>(base, run.out), run.grad_format,
           run.moment_format, run.out_format};
 }
@@ -111,15 +111,15 @@ AdamRun run_in_place(char* base, const StepRun& run) {
 // Steps the blocks of any run, from a given one on. As BlockInRegisters, but that a block may be shorter than the
 // others.
 struct Staged {
-  const AdamScalars& scalars;
-  AdamRun run;
+  const StepScalars& scalars;
+  UpdateRun run;
   Block block;
   Staging& staging;
 
   // A block into the log. Returns how many of its gradients are not finite.
   std::int64_t step(LogBlock& log) {
     run.to = log_of(run, block.begin, log);
-    return adam_staged(scalars, run, block.begin, block.end - block.begin, staging);
+    return update_staged(scalars, run, block.begin, block.end - block.begin, staging);
   }
 
   void home(const LogBlock& log) const { copy_home(run, block, log); }
@@ -156,8 +156,8 @@ std::int64_t run_lane(const LoggedStep& step, const BlockRange& range, Lane& lan
   while (done < count) {
     const Block block = block_of(from, range.first + done);
     from = block.run;
-    const AdamScalars& scalars = step.scalars[from->scalars];
-    const AdamRun run = run_in_place(step.base, *from);
+    const StepScalars& scalars = step.scalars[from->scalars];
+    const UpdateRun run = run_in_place(step.base, *from);
     const std::int64_t whole = steps_in_registers(run, scalars) ? (run.numel - block.begin) / kLogNumel : 0;
     const std::int64_t blocks = whole > 0 ? whole : log_blocks(run.numel - block.begin);
     const std::int64_t end = blocks < count - done ? done + blocks : count;

@@ -1,4 +1,4 @@
-// The whole step in one read and one write of memory: included once by each isa_*.cpp, after adam.inl.
+// The whole step in one read and one write of memory: included once by each isa_*.cpp, after step_loop.inl.
 //
 // The maths exists for fp32 arrays, and bf16 moments, only. Arrays in another format pass, kStaged elements at a time,
 // through copies small enough to stay in the nearest cache, and long enough that it does not matter what a loop costs to
@@ -6,7 +6,7 @@
 // product.
 #pragma once
 
-#include "kernels/adam.inl"
+#include "kernels/step_loop.inl"
 #include "kernels/compact.inl"
 #include "kernels/convert.inl"
 #include "kernels/float_formats.inl"
@@ -26,7 +26,7 @@ struct alignas(64) Staging {
   float exp_avg_sq[kStaged];
 };
 
-void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
+void write_out(const UpdateRun& run, std::int64_t start, std::int64_t n, const float* values, Staging& staging) {
   const std::int64_t width = bytes_of(run.out_format);
   char* to = static_cast<char*>(run.out) + start * width;
   const bool whole_lines = reinterpret_cast<std::uintptr_t>(to) % kLine == 0 && n * width % kLine == 0;
@@ -39,10 +39,10 @@ void write_out(const AdamRun& run, std::int64_t start, std::int64_t n, const flo
 }
 
 // Points at the moments of a format that the loop knows, from element start on.
-void point_at_moments(const AdamArrays& arrays, Format format, std::int64_t start, LaneArrays& lanes) {
+void point_at_moments(const StateArrays& arrays, Format format, std::int64_t start, LaneArrays& lanes) {
   if (format == Format::kFloat32) {
-    lanes.exp_avg = static_cast<float*>(arrays.exp_avg) + start;
-    lanes.exp_avg_sq = static_cast<float*>(arrays.exp_avg_sq) + start;
+    if (arrays.exp_avg != nullptr) lanes.exp_avg = static_cast<float*>(arrays.exp_avg) + start;
+    if (arrays.exp_avg_sq != nullptr) lanes.exp_avg_sq = static_cast<float*>(arrays.exp_avg_sq) + start;
   } else {
     lanes.half_exp_avg = static_cast<std::uint16_t*>(arrays.exp_avg) + start;
     lanes.half_exp_avg_sq = static_cast<std::uint16_t*>(arrays.exp_avg_sq) + start;
@@ -50,7 +50,7 @@ void point_at_moments(const AdamArrays& arrays, Format format, std::int64_t star
 }
 
 // Shows the loop the moments from element start on, a multiple of kCutNumel.
-void read_moments(const AdamRun& run, std::int64_t start, Staging& staging, Lanes& lanes) {
+void read_moments(const UpdateRun& run, std::int64_t start, Staging& staging, Lanes& lanes) {
   if (run.moment_format != Format::kBlock8) {
     point_at_moments(run.from, run.moment_format, start, lanes.from);
     point_at_moments(run.to, run.moment_format, start, lanes.to);
@@ -61,13 +61,13 @@ void read_moments(const AdamRun& run, std::int64_t start, Staging& staging, Lane
   decode_blocks(blocks_of(run, run.from, 0), start, lanes.numel, staging.exp_avg, staging.exp_avg_sq);
 }
 
-void write_moments(const AdamRun& run, std::int64_t start, std::uint32_t dither, const Lanes& lanes) {
+void write_moments(const UpdateRun& run, std::int64_t start, std::uint32_t dither, const Lanes& lanes) {
   if (run.moment_format != Format::kBlock8) return;
   encode_blocks(blocks_of(run, run.to, dither), start, lanes.numel, lanes.to.exp_avg, lanes.to.exp_avg_sq);
 }
 
 // Points at a master as it lies, from element start on.
-void point_at_param(const AdamArrays& arrays, std::int64_t start, LaneArrays& lanes) {
+void point_at_param(const StateArrays& arrays, std::int64_t start, LaneArrays& lanes) {
   if (arrays.remainder == nullptr) {
     lanes.param = static_cast<float*>(arrays.param) + start;
   } else {
@@ -84,12 +84,10 @@ void scale_updates(float factor, std::int64_t n, const float* __restrict__ param
 
 // Predicts params once they are stepped, into the staging: steps them once more with the same gradient, from moments as
 // they are kept. The new moments go where nobody reads them.
-void predict(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, const Lanes& stepped,
+void predict(const StepScalars& scalars, const UpdateRun& run, std::int64_t start, const Lanes& stepped,
              Staging& staging) {
-  AdamScalars next = scalars;
-  next.step_size = scalars.next_step_size;
-  next.bias_correction2_sqrt = scalars.next_bias_correction2_sqrt;
-  next.reciprocal = scalars.next_reciprocal;
+  StepScalars next = scalars;
+  next.now = scalars.next;
   Lanes lanes = stepped;
   lanes.from = stepped.to;
   if (run.moment_format == Format::kBlock8) {
@@ -100,8 +98,8 @@ void predict(const AdamScalars& scalars, const AdamRun& run, std::int64_t start,
     lanes.to.half_exp_avg = reinterpret_cast<std::uint16_t*>(staging.exp_avg);
     lanes.to.half_exp_avg_sq = reinterpret_cast<std::uint16_t*>(staging.exp_avg_sq);
   } else {
-    lanes.to.exp_avg = staging.exp_avg;
-    lanes.to.exp_avg_sq = staging.exp_avg_sq;
+    if (lanes.to.exp_avg != nullptr) lanes.to.exp_avg = staging.exp_avg;
+    if (lanes.to.exp_avg_sq != nullptr) lanes.to.exp_avg_sq = staging.exp_avg_sq;
   }
   if (lanes.to.max_exp_avg_sq != nullptr) lanes.to.max_exp_avg_sq = staging.out;
   pick_loop(next, lanes);
@@ -118,7 +116,7 @@ std::int32_t count_nonfinite(float factor, const Lanes& lanes) {
 }
 
 // Elements of any run, through the staging: see the top.
-std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+std::int32_t update_by_staging(const StepScalars& scalars, const UpdateRun& run, std::int64_t start, std::int64_t n,
                              Staging& staging) {
   Lanes lanes = {};
   lanes.numel = n;
@@ -151,12 +149,12 @@ std::int32_t adam_by_staging(const AdamScalars& scalars, const AdamRun& run, std
 }
 
 // n elements from start, a multiple of kCutNumel.
-std::int64_t adam_staged(const AdamScalars& scalars, const AdamRun& run, std::int64_t start, std::int64_t n,
+std::int64_t update_staged(const StepScalars& scalars, const UpdateRun& run, std::int64_t start, std::int64_t n,
                          Staging& staging) {
   std::int64_t nonfinite = 0;
   for (const std::int64_t end = start + n; start < end;) {
     const std::int64_t next = end - start < kStaged ? end - start : kStaged;
-    nonfinite += adam_by_staging(scalars, run, start, next, staging);
+    nonfinite += update_by_staging(scalars, run, start, next, staging);
     start += next;
   }
   return nonfinite;

@@ -1,4 +1,4 @@
-// Stores past the caches: included once by each isa_*.cpp, like adam.inl.
+// Stores past the caches: included once by each isa_*.cpp, like step_loop.inl.
 #pragma once
 
 #include <cstdint>

@@ -77,12 +77,12 @@ double step_of(const CountedRun& counted) {
   return counted.kept_step == nullptr ? counted.step : static_cast<double>(*counted.kept_step + 1.0f);
 }
 
-std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel) {
+std::int64_t update_step(const Kernels& kernels, const std::vector<UpdateBatch>& batches, const Parallel& parallel) {
   Blocks blocks;
-  std::vector<const AdamRun*> runs;
+  std::vector<const UpdateRun*> runs;
   std::vector<std::size_t> scalars_of;
-  std::vector<AdamScalars> scalars;
-  for_runs(batches, [&](const AdamRun& run, const AdamScalars* fresh) {
+  std::vector<StepScalars> scalars;
+  for_runs(batches, [&](const UpdateRun& run, const StepScalars* fresh) {
     if (fresh != nullptr) scalars.push_back(*fresh);
     blocks.add(run.numel);
     runs.push_back(&run);
@@ -90,10 +90,10 @@ std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& bat
   });
   std::atomic<std::int64_t> nonfinite{0};
   for_all_blocks(blocks, parallel, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
-    const std::int64_t found = kernels.adam(scalars[scalars_of[i]], *runs[i], begin, end);
+    const std::int64_t found = kernels.update(scalars[scalars_of[i]], *runs[i], begin, end);
     if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
   });
-  for (const AdamBatch& batch : batches) {
+  for (const UpdateBatch& batch : batches) {
     for (const CountedRun& counted : batch.runs) {
       if (counted.kept_step != nullptr) *counted.kept_step = static_cast<float>(step_of(counted));
     }

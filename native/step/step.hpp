@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/kernels.hpp"
-#include "step/adam_scalars.hpp"
+#include "step/hypers.hpp"
 
 namespace zero_opt {
 
@@ -18,7 +18,7 @@ struct Parallel {
 // A run and its step number t, counted from 1. A step that is kept in memory (as fp32) is the number of steps
 // done: t is one more, added in fp32, and it is stored when the step is over. So both stop at 2^24, as torch's do.
 struct CountedRun {
-  AdamRun run;
+  UpdateRun run;
   double step;
   float* kept_step;  // null if ``step`` is it
 };
@@ -26,15 +26,15 @@ struct CountedRun {
 double step_of(const CountedRun& counted);
 
 // Runs that share hyperparameters.
-struct AdamBatch {
-  AdamHypers hypers;
+struct UpdateBatch {
+  Hypers hypers;
   std::vector<CountedRun> runs;
 };
 
 // Calls work(run, scalars) for every run that has elements; scalars is null if they are those of the run before.
 template <typename Work>
-void for_runs(const std::vector<AdamBatch>& batches, const Work& work) {
-  for (const AdamBatch& batch : batches) {
+void for_runs(const std::vector<UpdateBatch>& batches, const Work& work) {
+  for (const UpdateBatch& batch : batches) {
     double last = 0.0;  // step of the last scalars; counts from 1
     for (const CountedRun& counted : batch.runs) {
       if (counted.run.numel == 0) continue;
@@ -42,7 +42,7 @@ void for_runs(const std::vector<AdamBatch>& batches, const Work& work) {
       if (step == last) {
         work(counted.run, nullptr);
       } else {
-        const AdamScalars scalars = adam_scalars(batch.hypers, step);
+        const StepScalars scalars = scalars_of(batch.hypers, step);
         work(counted.run, &scalars);
       }
       last = step;
@@ -52,7 +52,7 @@ void for_runs(const std::vector<AdamBatch>& batches, const Work& work) {
 
 // Steps every run; returns how many gradient elements, after the factor, were not finite. The bits do not depend
 // on the threads.
-std::int64_t adam_step(const Kernels& kernels, const std::vector<AdamBatch>& batches, const Parallel& parallel);
+std::int64_t update_step(const Kernels& kernels, const std::vector<UpdateBatch>& batches, const Parallel& parallel);
 
 // An array of gradient elements.
 struct GradArray {

@@ -48,7 +48,7 @@ struct Sizes {
   std::int64_t param, remainder, moment, base, maximum;
 };
 
-Sizes sizes_of(const AdamRun& run) {
+Sizes sizes_of(const UpdateRun& run) {
   const std::int64_t n = run.numel;
   return {n * (run.from.remainder == nullptr ? 4 : 2), n * 2, n * bytes_of(run.moment_format),
           (n + kCutNumel - 1) / kCutNumel * 2, n * 4};
@@ -71,7 +71,7 @@ void for_arrays(const StepArrays& arrays, const Sizes& sizes, const Work& work) 
   }
 }
 
-bool same(const AdamArrays& a, const AdamArrays& b) {
+bool same(const StateArrays& a, const StateArrays& b) {
   return a.param == b.param && a.remainder == b.remainder && a.exp_avg == b.exp_avg && a.exp_avg_sq == b.exp_avg_sq &&
          a.exp_avg_base == b.exp_avg_base && a.exp_avg_sq_base == b.exp_avg_sq_base &&
          a.max_exp_avg_sq == b.max_exp_avg_sq;
@@ -121,7 +121,7 @@ std::uint64_t Control::offset_of(const void* array, std::int64_t bytes) const {
   return offset;
 }
 
-StepArrays Control::offsets_of(const AdamArrays& arrays, const AdamRun& run) const {
+StepArrays Control::offsets_of(const StateArrays& arrays, const UpdateRun& run) const {
   const Sizes sizes = sizes_of(run);
   return {offset_of(arrays.param, sizes.param),
           offset_of(arrays.remainder, sizes.remainder),
@@ -132,7 +132,7 @@ StepArrays Control::offsets_of(const AdamArrays& arrays, const AdamRun& run) con
           offset_of(arrays.max_exp_avg_sq, sizes.maximum)};
 }
 
-StepRun Control::translated(const AdamRun& run) const {
+StepRun Control::translated(const UpdateRun& run) const {
   const std::int64_t n = run.numel;
   StepRun step = {};
   step.numel = n;
@@ -149,7 +149,7 @@ StepRun Control::translated(const AdamRun& run) const {
   return step;
 }
 
-std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals,
+std::uint64_t Control::submit(const std::vector<UpdateBatch>& batches, int wake_fd, bool flush_denormals,
                               bool past_caches, const std::string& isa) {
   ControlBlock& block = control();
   const std::uint64_t sequence = submitted();
@@ -159,7 +159,7 @@ std::uint64_t Control::submit(const std::vector<AdamBatch>& batches, int wake_fd
   StepHead head = this->head(flush_denormals || FlushDenormals::own(), isa);
   head.past_caches = past_caches;
   std::int64_t scalars = 0;
-  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
+  for_runs(batches, [&](const UpdateRun& given, const StepScalars* fresh) {
     if (head.runs == static_cast<std::int64_t>(max_runs_)) {
       throw std::invalid_argument("more runs than the " + std::to_string(max_runs_) + " there is room for");
     }
@@ -186,11 +186,11 @@ StepHead Control::head(bool flush_denormals, const std::string& isa) const {
   return head;
 }
 
-std::uint64_t Control::draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals,
+std::uint64_t Control::draft(const std::vector<UpdateBatch>& batches, int wake_fd, bool flush_denormals,
                              const std::string& isa) {
   std::vector<Draft> drafts;
-  AdamScalars scalars = {};
-  for_runs(batches, [&](const AdamRun& given, const AdamScalars* fresh) {
+  StepScalars scalars = {};
+  for_runs(batches, [&](const UpdateRun& given, const StepScalars* fresh) {
     if (fresh != nullptr) scalars = *fresh;
     Draft draft = {};
     draft.run = {translated(given), offsets_of(given.to, given), scalars};

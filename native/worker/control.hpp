@@ -26,14 +26,14 @@ class Control {
   // if there are too many runs, or if the last step is not finished. Returns the step's sequence number.
   // past_caches: what is written is not kept, where that can be, in caches that the worker shares with others, and the
   // step takes longer.
-  std::uint64_t submit(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, bool past_caches,
+  std::uint64_t submit(const std::vector<UpdateBatch>& batches, int wake_fd, bool flush_denormals, bool past_caches,
                        const std::string& isa);
 
   // Has the worker make the runs from where they are read to where they are written, after the drafts before. Likewise
   // checked; no array that is written may overlap one that is read. Throws std::overflow_error if there is no room until
   // more drafts are done. Returns how many drafts have been submitted, ever. Two threads must not call it at once. Unlike that of
   // submit, the mode of the calling thread does not count.
-  std::uint64_t draft(const std::vector<AdamBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
+  std::uint64_t draft(const std::vector<UpdateBatch>& batches, int wake_fd, bool flush_denormals, const std::string& isa);
 
   // Has the worker find ``squares`` of every array, which lie in the arena too, as a draft is made; grad_sum takes them.
   std::uint64_t draft_sums(const std::vector<GradArray>& grads, int wake_fd, bool flush_denormals, const std::string& isa);
@@ -69,8 +69,8 @@ class Control {
  private:
   ControlBlock& control() const { return view_.control(); }
   std::uint64_t offset_of(const void* array, std::int64_t bytes) const;
-  StepArrays offsets_of(const AdamArrays& arrays, const AdamRun& run) const;
-  StepRun translated(const AdamRun& run) const;
+  StepArrays offsets_of(const StateArrays& arrays, const UpdateRun& run) const;
+  StepRun translated(const UpdateRun& run) const;
   std::uint64_t put(const std::vector<Draft>& drafts, int wake_fd, const StepHead& head);
   StepHead head(bool flush_denormals, const std::string& isa) const;
   Waited wait_for(const Word& word, std::uint64_t value, int done_fd, int worker_pidfd, double seconds);

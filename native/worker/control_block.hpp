@@ -68,7 +68,7 @@ struct ControlLayout {
   ControlLayout(std::size_t lanes, std::size_t max_runs)
       : runs_at(sizeof(ControlBlock)),
         scalars_at(aligned(runs_at + max_runs * sizeof(StepRun), alignof(Lane))),
-        drafts_at(aligned(scalars_at + max_runs * sizeof(AdamScalars), kPage)),
+        drafts_at(aligned(scalars_at + max_runs * sizeof(StepScalars), kPage)),
         lanes_at(aligned(drafts_at + max_runs * sizeof(Draft), kPage)),
         bytes(aligned(lanes_at + lanes * sizeof(Lane), kPage)) {}
 
@@ -86,7 +86,7 @@ class ArenaView {
   std::size_t control_bytes() const { return layout_.bytes; }
   ControlBlock& control() const { return *reinterpret_cast<ControlBlock*>(base_); }
   StepRun* runs() const { return reinterpret_cast<StepRun*>(base_ + layout_.runs_at); }
-  AdamScalars* scalars() const { return reinterpret_cast<AdamScalars*>(base_ + layout_.scalars_at); }
+  StepScalars* scalars() const { return reinterpret_cast<StepScalars*>(base_ + layout_.scalars_at); }
   Draft* drafts() const { return reinterpret_cast<Draft*>(base_ + layout_.drafts_at); }
   Lane* lanes() const { return reinterpret_cast<Lane*>(base_ + layout_.lanes_at); }
   std::int64_t lane_count() const { return static_cast<std::int64_t>(lane_count_); }

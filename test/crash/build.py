@@ -19,7 +19,7 @@ from test.support.native.toolchain import SCENARIO, Toolchain
 
 OWN = Path(__file__).resolve().parent
 # What a worker is made of, without Python.
-PARTS = ("adam_scalars", "control", "dispatch", "draft_queue", "logged_step", "step", "thread_pool")
+PARTS = ("hypers", "control", "dispatch", "draft_queue", "logged_step", "step", "thread_pool")
 
 
 def main(build: str, program: str, folder: str = "", isa: str = "") -> None:

@@ -14,7 +14,7 @@ BEGIN = "  Staging staging;\n"
 BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
 SUCCESSOR_COPIES = "    copy_home(run_in_place(step.base, *block.run), block, lane.logs[(done + 1) % 2]);\n"
-RUN = "    const AdamRun run = run_in_place(step.base, *from);\n"
+RUN = "    const UpdateRun run = run_in_place(step.base, *from);\n"
 LOG_BLOCKS = "template <typename Stepper>\nvoid log_blocks_of("
 BEFORE = "  std::int64_t nonfinite = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
 LOOP = "  for (; done < end; at.next()) {\n"
@@ -41,6 +41,7 @@ MAKE_DRAFTS = "      batch.make(arena, mapped_bytes, threads);\n"
 DRAFTED = "    stream_block(to, moments, {all.run, begin, end_of_block(all.end, begin)}, fresh);\n"
 DRAFT_WIDTH = "moment = bytes_of(moments);\n"
 DRAFT_BASE = "  copy_array(fresh.exp_avg_base, first, count, 2, to.exp_avg_base);\n"
+DRAFT_MOMENT = "  stream_array(fresh.exp_avg, begin, n, moment, to.exp_avg);\n"
 LAST_SCALE = "arena.drafts()[done - origin - 1].run.to.exp_avg_base"
 DRAFT_ENDS = "range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;\n"
 
@@ -98,7 +99,7 @@ COMPACT = (
         (
             (
                 SUCCESSOR_COPIES,
-                "    AdamRun codes = run_in_place(step.base, *block.run);\n"
+                "    UpdateRun codes = run_in_place(step.base, *block.run);\n"
                 "    codes.from.exp_avg_base = nullptr;\n"
                 "    copy_home(codes, block, lane.logs[(done + 1) % 2]);\n",
             ),
@@ -110,7 +111,7 @@ COMPACT = (
         (
             (
                 SUCCESSOR_COPIES,
-                "    AdamRun wide = run_in_place(step.base, *block.run);\n"
+                "    UpdateRun wide = run_in_place(step.base, *block.run);\n"
                 "    wide.moment_format = Format::kFloat32;\n"
                 "    copy_home(wide, block, lane.logs[(done + 1) % 2]);\n",
             ),
@@ -139,7 +140,7 @@ COMPACT = (
         (
             (
                 REGISTER_CODES,
-                "    std::uint8_t aside[kCutNumel];\n    AdamArrays others = to;\n"
+                "    std::uint8_t aside[kCutNumel];\n    StateArrays others = to;\n"
                 "    if (to.exp_avg != home_arrays().exp_avg) others.exp_avg = aside;\n    write<false>(others);\n",
             ),
         ),
@@ -303,4 +304,21 @@ FULL = (
         deaths=2,
     ),
 )
-MUTANTS = FULL + COMPACT
+# Of updates that have fewer arrays than Adam.
+UPDATES = (
+    Mutant("a sum is written home at once", ((LOGGED_MOMENT, "home.exp_avg"), (MOMENT_HOME, "")), scenario="adagrad"),
+    Mutant(
+        "a successor does not copy the momentum of the committed block home",
+        (
+            (
+                SUCCESSOR_COPIES,
+                "    UpdateRun moments = run_in_place(step.base, *block.run);\n"
+                "    moments.from.exp_avg = nullptr;\n"
+                "    copy_home(moments, block, lane.logs[(done + 1) % 2]);\n",
+            ),
+        ),
+        scenario="sgd-bf16",
+    ),
+    Mutant("a draft leaves a moment out", ((DRAFT_MOMENT, ""),), 0, "kernels/draft.inl", "drafted", "lion"),
+)
+MUTANTS = FULL + COMPACT + UPDATES

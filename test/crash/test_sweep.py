@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.crash.mutants import COMPACT, FULL, IN_REGISTERS, MUTANTS, Mutant
+from test.crash.mutants import COMPACT, FULL, IN_REGISTERS, MUTANTS, UPDATES, Mutant
 from test.crash.programs import LONG, NATIVE, Counts, built, built_mutant, sweep
 from zero_opt import _native
 
@@ -17,12 +17,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ptrace and memf
 # Every form of AdamState, and several formats of gradients and results.
 SCENARIOS = ("plain", "predicted", "bf16", "amsgrad", "split", "compact", "blocks", "halves", "blocks-amsgrad")
 SCENARIOS += tuple(f"{moments}-{masters}" for moments in ("blocks", "halves") for masters in ("fp32", "master"))
+OTHERS = ("adagrad", "lion", "sgd", "adagrad-bf16", "lion-split", "sgd-predicted")
+SCENARIOS += OTHERS
 # Of each scenario and instruction set, at the least; in the long form 500,000 in all.
 POINTS = 500_000 / len(SCENARIOS) / len(_native.isas()) if LONG else 2000
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
 # In the short form there is time for some.
-SOME = (FULL[0], FULL[2], next(m for m in FULL if m.file == IN_REGISTERS), FULL[-1], *COMPACT[1:3])
+SOME = (FULL[0], FULL[2], next(m for m in FULL if m.file == IN_REGISTERS), FULL[-1], *COMPACT[1:3], UPDATES[0])
 TRIED = MUTANTS if LONG else SOME
 NONE = Counts(0, 0, 0)
 
@@ -60,7 +62,7 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("isa", _native.isas())
-@pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact", "blocks", "halves"))
+@pytest.mark.parametrize("scenario", SCENARIOS if LONG else ("plain", "compact", "blocks", "halves", "sgd"))
 def test_a_successor_makes_a_draft_again_from_what_a_kill_leaves(totals: Totals, isa: str, scenario: str) -> None:
     """The bank that counts is never touched."""
     for lanes in (1, 2) if LONG else (2,):

@@ -150,8 +150,8 @@ def test_tensors_of_the_programs_default_device_or_dtype(source: str, missing: l
         ("step", '#include "worker/control.hpp"', 1),
         ("worker", '#include "exchange/peer_words.hpp"', 1),
         ("kernels", '#include "threads/thread_pool.hpp"', 1),
-        ("kernels", '#include "adam.inl"', 1),
-        ("kernels", '#include "../kernels/adam.inl"', 1),
+        ("kernels", '#include "step_loop.inl"', 1),
+        ("kernels", '#include "../kernels/step_loop.inl"', 1),
         ("maths", "", 1),
     ],
 )

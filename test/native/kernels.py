@@ -39,29 +39,35 @@ def arrays(numel: int, seed: int = 0) -> list[Tensor]:
     return [values(), values(), values(), values().abs(), values().abs()]
 
 
-def run_of(written: Mapping[str, Tensor], grad: Tensor, step: float) -> _native.AdamRun:
+def run_of(written: Mapping[str, Tensor], grad: Tensor, step: float) -> _native.UpdateRun:
     """The run over these 1-D tensors, by role."""
     out = written.get("out")
-    return _native.AdamRun(
+    return _native.UpdateRun(
         grad.numel(),
         {role: tensor.data_ptr() for role, tensor in written.items()},
         grad_dtype=name_of(grad.dtype),
-        moment_dtype=name_of(written["exp_avg"].dtype),
+        moment_dtype=name_of(written["exp_avg"].dtype if "exp_avg" in written else torch.float32),
         out_dtype="float32" if out is None else name_of(out.dtype),
         step=step,
     )
 
 
 def step(written: Mapping[str, Tensor], grad: Tensor, **options: Any) -> int:
-    """One native step on 1-D tensors by role, in place.
+    """One native step of Adam on 1-D tensors by role, in place.
 
     Args:
         written: all but the gradient. options: hyperparameters, grad_scale, step, isa, threads, flush_denormals.
     """
+    return step_of("adam", {**HYPERS, **options}, written, grad)
+
+
+def step_of(update: str, options: Mapping[str, Any], written: Mapping[str, Tensor], grad: Tensor) -> int:
+    """The same of any update."""
+    options = dict(options)
     call = {key: options.pop(key) for key in ("isa", "threads", "flush_denormals") if key in options}
     number = options.pop("step", 3.0)
-    hypers = _native.AdamHypers(**{**HYPERS, **options})
-    return _native.adam_step([(hypers, [run_of(written, grad, number)], [grad.data_ptr()])], **call)
+    hypers = _native.Hypers(update, **options)
+    return _native.update_step([(hypers, [run_of(written, grad, number)], [grad.data_ptr()])], **call)
 
 
 def adam(tensors: Sequence[Tensor], *, amsgrad: bool = True, **options: Any) -> int:

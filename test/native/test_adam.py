@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from test.native.kernels import HYPERS, adam, arrays, run_of, same_bits
 from test.native.kernels import moments as zero_moments
-from test.native.kernels import step as adam_step
+from test.native.kernels import step as update_step
 from zero_opt import _native
 
 ISAS = _native.isas()
@@ -51,11 +51,11 @@ def test_a_prediction_takes_the_gradient_once_more(isa: str, variant: dict[str, 
     written = {"param": param, **zero_moments(numel, getattr(torch, moments))}
     if amsgrad:
         written["max_exp_avg_sq"] = torch.full((numel,), 0.5)
-    adam_step(written, grad.flip(0), step=1.0, **options)
+    update_step(written, grad.flip(0), step=1.0, **options)
     out = torch.empty(numel)
-    adam_step({**written, "out": out}, grad, step=2.0, prediction=1.7, **options)
+    update_step({**written, "out": out}, grad, step=2.0, prediction=1.7, **options)
     ahead = {role: tensor.clone() for role, tensor in written.items()}
-    adam_step(ahead, grad, step=3.0, **options)
+    update_step(ahead, grad, step=3.0, **options)
     assert not same_bits(out, param)
     assert same_bits(out, param + 1.7 * (ahead["param"] - param))
 
@@ -122,18 +122,18 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="step counts from 1"):
         run_of(written, param, 0.0)
     with pytest.raises(ValueError, match="negative"):
-        _native.AdamRun(-1, {})
+        _native.UpdateRun(-1, {})
     with pytest.raises(ValueError, match="needs the address of param"):
-        _native.AdamRun(1, {})
+        _native.UpdateRun(1, {})
     with pytest.raises(ValueError, match="needs the address of exp_avg_base"):
-        _native.AdamRun(64, {role: t.data_ptr() for role, t in written.items()}, moment_dtype="uint8")
+        _native.UpdateRun(64, {role: t.data_ptr() for role, t in written.items()}, moment_dtype="uint8")
     with pytest.raises(ValueError, match="no array of a run is called 'master'"):
-        _native.AdamRun(1, {"master": 8})
+        _native.UpdateRun(1, {"master": 8})
     with pytest.raises(ValueError, match="no kernel for dtype 'float64'"):
-        _native.AdamRun(0, {}, grad_dtype="float64")
+        _native.UpdateRun(0, {}, grad_dtype="float64")
     with pytest.raises(ValueError, match="does not fit the range of float16"):
-        _native.AdamRun(0, {}, moment_dtype="float16")
-    hypers, run = _native.AdamHypers(**HYPERS), run_of(written, param, 1.0)
+        _native.UpdateRun(0, {}, moment_dtype="float16")
+    hypers, run = _native.Hypers("adam", **HYPERS), run_of(written, param, 1.0)
     for grads in ([], [0]):
         with pytest.raises(ValueError, match="gradient"):
-            _native.adam_step([(hypers, [run], grads)])
+            _native.update_step([(hypers, [run], grads)])

@@ -24,7 +24,7 @@ def test_a_workers_steps_go_on_past_32_bits(killed: bool) -> None:
     expected = copied(groups)
     with arena_for(groups, 2) as (arena, placed):
         for number in range(1, 7):
-            _native.adam_step([group.batch() for group in expected])
+            _native.update_step([group.batch() for group in expected])
             sequence = arena.submit(placed)
             if not killed:
                 arena.control.finish(2)

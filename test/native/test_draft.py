@@ -26,12 +26,12 @@ class Banks:
     group: Group
     other: Sequence[Mapping[str, Tensor]]
 
-    def batch(self) -> tuple[_native.AdamHypers, list[_native.AdamRun], list[int]]:
+    def batch(self) -> tuple[_native.Hypers, list[_native.UpdateRun], list[int]]:
         runs = []
         for run, to, grad in zip(self.group.runs, self.other, self.group.grads):
             out = run.get("out")
             runs.append(
-                _native.AdamRun(
+                _native.UpdateRun(
                     grad.numel(),
                     {role: tensor.data_ptr() for role, tensor in run.items()},
                     grad_dtype=NAMES[grad.dtype],
@@ -41,7 +41,7 @@ class Banks:
                     to={role: tensor.data_ptr() for role, tensor in to.items()},
                 )
             )
-        hypers = _native.AdamHypers(**{**HYPERS, **self.group.options})
+        hypers = _native.Hypers("adam", **{**HYPERS, **self.group.options})
         return hypers, runs, [grad.data_ptr() for grad in self.group.grads]
 
 
@@ -70,7 +70,7 @@ def banks_for(groups: Sequence[Group], lanes: int) -> Iterator[tuple[Arena, list
 def check(banks: Sequence[Banks], groups: Sequence[Group], isa: str = "") -> None:
     """The other bank and ``out`` are what a step of the groups makes; the first bank is what it was."""
     expected = copied(groups)
-    _native.adam_step([group.batch() for group in expected], isa=isa)
+    _native.update_step([group.batch() for group in expected], isa=isa)
     for bank, group, after in zip(banks, groups, expected, strict=True):
         for placed, other, before, made in zip(bank.group.runs, bank.other, group.runs, after.runs, strict=True):
             assert all(same_bits(tensor, made[role]) for role, tensor in other.items())
@@ -118,7 +118,7 @@ def test_the_mode_of_subnormal_numbers_is_that_asked_for() -> None:
     groups = [group_of([3000], "fp32")]
     with banks_for(groups, 1) as (arena, banks):
         expected = copied(groups)
-        _native.adam_step([group.batch() for group in expected], flush_denormals=True)
+        _native.update_step([group.batch() for group in expected], flush_denormals=True)
         arena.control.draft([banks[0].batch()], arena.wake, flush_denormals=True)
         arena.control.finish(arena.lanes)
         assert same_bits(banks[0].other[0]["exp_avg_sq"], expected[0].runs[0]["exp_avg_sq"])
@@ -139,9 +139,9 @@ def test_what_cannot_be_drafted_is_refused_and_nothing_is() -> None:
             arena.control.draft([placed.batch()], arena.wake)
         with pytest.raises(ValueError, match="made where the state is"):
             arena.control.submit([bank.batch()], arena.wake)
-        with pytest.raises(ValueError, match="needs the address of exp_avg"):
+        with pytest.raises(ValueError, match="same arrays of state"):
             Banks(placed, [{"param": bank.other[0]["param"]}]).batch()
-        with pytest.raises(ValueError, match="with or without max_exp_avg_sq"):
+        with pytest.raises(ValueError, match="same arrays of state"):
             Banks(placed, [{**bank.other[0], "max_exp_avg_sq": bank.other[0]["exp_avg"]}]).batch()
         with pytest.raises(ValueError, match="out and step are not"):
             Banks(placed, [{**bank.other[0], "step": torch.zeros(1)}]).batch()

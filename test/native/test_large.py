@@ -57,8 +57,8 @@ def test_elements_beyond_two_to_the_31() -> None:
         tails = [last(address, nbytes) for address in (a, b, c, d)]
         for tail, values in zip(tails, (param, exp_avg, exp_avg_sq, grad)):
             tail.copy_(values)
-        run = _native.AdamRun(NUMEL, dict(zip(roles, (a, b, c))), step=3.0)
-        assert _native.adam_step([(_native.AdamHypers(**HYPERS), [run], [d])], threads=2) == 0
+        run = _native.UpdateRun(NUMEL, dict(zip(roles, (a, b, c))), step=3.0)
+        assert _native.update_step([(_native.Hypers("adam", **HYPERS), [run], [d])], threads=2) == 0
         written = dict(zip(roles, (param, exp_avg, exp_avg_sq)))
         step(written, grad)
         assert all(same_bits(tail, written[role]) for tail, role in zip(tails, roles))

@@ -15,7 +15,7 @@ from zero_opt import _native
 def check(groups: list[Group], lanes: int, isa: str = "", threads: int = 2) -> None:
     """The step here through the log, against the one in place."""
     expected = copied(groups)
-    nonfinite = _native.adam_step([group.batch() for group in expected], isa=isa)
+    nonfinite = _native.update_step([group.batch() for group in expected], isa=isa)
     with arena_for(groups, lanes) as (arena, placed):
         assert arena.submit(placed, isa=isa) == 1
         arena.control.finish(threads)
@@ -36,7 +36,7 @@ def test_bits_of_the_step_in_place(form: str, isa: str, lanes: int) -> None:
 def test_bits_past_the_caches(form: str, isa: str) -> None:
     groups = [group_of(EDGES, form), group_of([700, 64, 9], form, amsgrad=True)]
     expected = copied(groups)
-    _native.adam_step([group.batch() for group in expected], isa=isa)
+    _native.update_step([group.batch() for group in expected], isa=isa)
     with arena_for(groups, 3) as (arena, placed):
         arena.submit(placed, isa=isa, past_caches=True)
         arena.control.finish(2)
@@ -74,7 +74,7 @@ def test_steps_follow_each_other_and_read_the_count_that_is_kept() -> None:
     expected = copied(groups)
     with arena_for(groups, 2) as (arena, placed):
         for number in range(1, 5):
-            _native.adam_step([group.batch() for group in expected])
+            _native.update_step([group.batch() for group in expected])
             before = arena.control.progress
             assert arena.submit(placed) == number == arena.control.submitted
             arena.control.finish(arena.lanes)
@@ -88,7 +88,7 @@ def test_subnormal_numbers_are_flushed_on_request() -> None:
     kept, flushed = (group_of([3000], "fp32") for _ in range(2))
     for group, flush in ((kept, False), (flushed, True)):
         expected = copied([group])
-        _native.adam_step([group.batch() for group in expected], flush_denormals=flush)
+        _native.update_step([group.batch() for group in expected], flush_denormals=flush)
         with arena_for([group], 2) as (arena, placed):
             arena.submit(placed, flush_denormals=flush)
             arena.control.finish(arena.lanes)

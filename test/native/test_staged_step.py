@@ -159,7 +159,7 @@ def test_pointers_of_any_alignment(form: dict[str, Any], isa: str, shifts: list[
     step(aligned, grad, isa=isa)
     bytes_of = {role: shifted(tensor, shift) for (role, tensor), shift in zip(crooked.items(), shifts)}
     moved = shifted(grad, shifts[-1])
-    run = _native.AdamRun(
+    run = _native.UpdateRun(
         n,
         {role: memory.data_ptr() for role, memory in bytes_of.items()},
         grad_dtype=str(grad.dtype)[6:],
@@ -167,12 +167,12 @@ def test_pointers_of_any_alignment(form: dict[str, Any], isa: str, shifts: list[
         out_dtype="float32" if form["out"] is None else str(form["out"])[6:],
         step=3.0,
     )
-    _native.adam_step([(default_hypers(), [run], [moved.data_ptr()])], isa=isa)
+    _native.update_step([(default_hypers(), [run], [moved.data_ptr()])], isa=isa)
     assert all(torch.equal(bytes_of[role], aligned[role].view(torch.uint8)) for role in aligned)
 
 
-def default_hypers() -> _native.AdamHypers:
-    return _native.AdamHypers(**HYPERS)
+def default_hypers() -> _native.Hypers:
+    return _native.Hypers("adam", **HYPERS)
 
 
 def test_runs_of_several_batches_step_as_each_alone() -> None:
@@ -183,10 +183,10 @@ def test_runs_of_several_batches_step_as_each_alone() -> None:
     runs = []
     for (param, _, exp_avg, exp_avg_sq, _), count in zip(together, kept):
         addresses = {role: t.data_ptr() for role, t in zip(roles, (param, exp_avg, exp_avg_sq))}
-        runs.append(_native.AdamRun(param.numel(), {**addresses, "step": count.data_ptr()}))
+        runs.append(_native.UpdateRun(param.numel(), {**addresses, "step": count.data_ptr()}))
     grads = [tensors[1].data_ptr() for tensors in together]
-    lr = _native.AdamHypers(**{**HYPERS, "lr": 0.5})
-    _native.adam_step([(default_hypers(), runs[:4], grads[:4]), (lr, runs[4:], grads[4:])], threads=2)
+    lr = _native.Hypers("adam", **{**HYPERS, "lr": 0.5})
+    _native.update_step([(default_hypers(), runs[:4], grads[:4]), (lr, runs[4:], grads[4:])], threads=2)
     for i, (param, grad, exp_avg, exp_avg_sq, _) in enumerate(alone):
         written = dict(zip(roles, (param, exp_avg, exp_avg_sq)))
         step(written, grad, step=i % 3 + 1.0, **({"lr": 0.5} if i >= 4 else {}))

@@ -32,7 +32,7 @@ def wait_for_progress(arena: Arena, sequence: int) -> None:
 
 
 def stepped(groups: list[Group]) -> int:
-    return _native.adam_step([group.batch() for group in groups])
+    return _native.update_step([group.batch() for group in groups])
 
 
 @pytest.mark.parametrize("form", FORMS)

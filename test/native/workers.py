@@ -35,9 +35,9 @@ class Group:
     options: Mapping[str, Any] = field(default_factory=dict)
     step: float = 3.0
 
-    def batch(self) -> tuple[_native.AdamHypers, list[_native.AdamRun], list[int]]:
+    def batch(self) -> tuple[_native.Hypers, list[_native.UpdateRun], list[int]]:
         runs = [run_of(run, grad, self.step) for run, grad in zip(self.runs, self.grads)]
-        return _native.AdamHypers(**{**HYPERS, **self.options}), runs, [grad.data_ptr() for grad in self.grads]
+        return _native.Hypers("adam", **{**HYPERS, **self.options}), runs, [grad.data_ptr() for grad in self.grads]
 
     def tensors(self) -> Iterator[Tensor]:
         for run in self.runs:

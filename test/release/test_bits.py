@@ -23,9 +23,9 @@ def test_another_step_has_another_digest() -> None:
     written = bits.state(native, "bfloat16", "bfloat16", split=False, isa="")
     before = {role: values.tobytes() for role, values in written.items()}
     assert bits.state(native, "bfloat16", "bfloat16", split=False, isa="")["exp_avg"].tobytes() == before["exp_avg"]
-    run = native.AdamRun(bits.NUMEL, bits.addresses(written), moment_dtype="bfloat16", out_dtype="bfloat16")
-    hypers = native.AdamHypers(**bits.HYPERS, decoupled=True, maximize=False)
-    native.adam_step([(hypers, [run], [bits.numbers(1).buffer_info()[0]])])
+    run = native.UpdateRun(bits.NUMEL, bits.addresses(written), moment_dtype="bfloat16", out_dtype="bfloat16")
+    hypers = native.Hypers("adam", **bits.HYPERS, decoupled=True, maximize=False)
+    native.update_step([(hypers, [run], [bits.numbers(1).buffer_info()[0]])])
     assert all(values.tobytes() != before[role] for role, values in written.items())
 
 

@@ -18,7 +18,7 @@
 
 namespace {
 
-using zero_opt::AdamRun;
+using zero_opt::UpdateRun;
 using zero_opt::Format;
 using zero_opt::Kernels;
 
@@ -82,7 +82,7 @@ class Run {
     return true;
   }
 
-  AdamRun run = {};
+  UpdateRun run = {};
 
  private:
   Array* add(std::int64_t numel, std::int64_t width) {
@@ -100,8 +100,8 @@ class Run {
   std::vector<std::unique_ptr<Array>> arrays_;
 };
 
-std::vector<zero_opt::AdamBatch> batch_of(const Run& run) {
-  const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, true, false};
+std::vector<zero_opt::UpdateBatch> batch_of(const Run& run) {
+  const zero_opt::Hypers hypers = crash::adam_hypers(0.01, true);
   return {{hypers, {{run.run, 3.0, nullptr}}}};
 }
 
@@ -109,10 +109,10 @@ std::vector<zero_opt::AdamBatch> batch_of(const Run& run) {
 void check_adam(std::int64_t numel, Format grad, Format moments, bool remainder) {
   const std::vector<const Kernels*> tables = zero_opt::available_kernels();
   Run expected(numel, grad, moments, remainder, grad != Format::kFloat32);
-  const std::int64_t found = zero_opt::adam_step(*tables[0], batch_of(expected), {1, false});
+  const std::int64_t found = zero_opt::update_step(*tables[0], batch_of(expected), {1, false});
   for (const Kernels* table : tables) {
     Run run(numel, grad, moments, remainder, grad != Format::kFloat32);
-    require(zero_opt::adam_step(*table, batch_of(run), {1, false}) == found, "another count");
+    require(zero_opt::update_step(*table, batch_of(run), {1, false}) == found, "another count");
     require(run.same(expected), std::string("other bits of ") + table->name);
   }
 }
@@ -176,10 +176,11 @@ void check_threads(std::int64_t numel) {
   std::memset(memory.get(), 0, bytes);
   zero_opt::Control control(memory.get(), bytes, kLanes, kMaxRuns);
   float* first = reinterpret_cast<float*>(memory.get() + control_bytes);
-  const AdamRun run = crash::plain_run(first, numel);
+  const UpdateRun run = crash::plain_run(first, numel);
   for (std::int64_t i = 0; i < numel; ++i) first[3 * numel + i] = static_cast<float>(i % 11) - 5;
   const int wake = eventfd(0, EFD_NONBLOCK);
-  const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, false, true};
+  zero_opt::Hypers hypers = crash::adam_hypers(0.01, false);
+  hypers.maximize = true;
   for (int step = 1; step <= 2; ++step) {
     control.submit({{hypers, {{run, static_cast<double>(step), nullptr}}}}, wake, true, false, "baseline");
     control.finish(kLanes);
@@ -209,13 +210,13 @@ void check_refusals() {
   require(made(arena.bytes(), kLanes, 1 + kMaxRuns) && made(arena.bytes(), 1, kMaxRuns), "another format");
   Run outside(10, Format::kFloat32, Format::kFloat32, false, false);
   const int wake = eventfd(0, EFD_NONBLOCK);
-  const auto submitted = [&](const AdamRun& run, int count) {
+  const auto submitted = [&](const UpdateRun& run, int count) {
     const std::vector<zero_opt::CountedRun> runs(static_cast<std::size_t>(count), {run, 1.0, nullptr});
     return [&, runs] { control.submit({{{}, runs}}, wake, false, false, "baseline"); };
   };
   require(refused(submitted(outside.run, 1)), "an array outside");
   float* first = reinterpret_cast<float*>(arena.base() + control_bytes);
-  AdamRun inside = crash::plain_run(first, 200);
+  UpdateRun inside = crash::plain_run(first, 200);
   require(refused(submitted(inside, 2)), "too many runs");
   inside.out = first + 799;
   require(refused(submitted(inside, 1)), "the output over the gradient");

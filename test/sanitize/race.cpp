@@ -67,8 +67,8 @@ char* arena_of(std::size_t bytes) {
   return shared_base;
 }
 
-std::vector<zero_opt::AdamBatch> batch_at(float* first, int step) {
-  const zero_opt::AdamHypers hypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0, true, false};
+std::vector<zero_opt::UpdateBatch> batch_at(float* first, int step) {
+  const zero_opt::Hypers hypers = crash::adam_hypers(0.01, true);
   return {{hypers, {{crash::plain_run(first, kNumel), static_cast<double>(step), nullptr}}}};
 }
 
@@ -95,7 +95,7 @@ void train(zero_opt::Control& control, float* arrays, int wake, int done, int pi
           return control.wait(sequence, done, pidfd, 0.01) == zero_opt::Waited::kDone;
         },
         "a step is not made");
-    zero_opt::adam_step(zero_opt::kernels_named("baseline"), batch_at(own.data(), step), {1, false});
+    zero_opt::update_step(zero_opt::kernels_named("baseline"), batch_at(own.data(), step), {1, false});
     require(std::memcmp(arrays, own.data(), own.size() * sizeof(float)) == 0, "other bits");
     require(control.nonfinite() == 0, "gradients that are not finite");
   }

@@ -17,13 +17,15 @@ from ..policies import AdamState
 from ..system.extension import native
 from .checks import DTYPE_NAMES, is_number_of_steps, oddity
 from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays
+from .updates import NativeUpdate, given_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
 SQUARES = (MOMENTS[1], MAXIMUM)
 # What of a stored state a step writes, beside the count of steps and the master. Other entries are the user's own.
-ROLES = (*MOMENTS, MAXIMUM, "remainder", *BASES)
+BESIDE = ("remainder", *BASES)
+ROLES = (*MOMENTS, MAXIMUM, *BESIDE)
 
 
 def param_dtypes(form: AdamState) -> tuple[torch.dtype, ...]:
@@ -53,13 +55,21 @@ def _new_arrays(like: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Te
     }
 
 
-def new_state(param: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Any]:
+def new_state(
+    update: NativeUpdate, param: Tensor, form: AdamState, roles: Sequence[str], *, first: float = 0.0
+) -> dict[str, Any]:
     """Return a new state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides.
+
+    Args:
+        roles: which of the update's arrays it has. first: what their elements are.
 
     The caller takes it over in one call: a Ctrl-C in the middle must leave no part of a state.
     """
-    step = torch.zeros((), dtype=torch.float32, device="cpu")
-    state = {"step": step, **_new_arrays(param, form, amsgrad=amsgrad)}
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")} if update.counts else {}
+    if update.compact:
+        state |= _new_arrays(param, form, amsgrad=MAXIMUM in roles)
+    else:
+        state |= {role: _like(param, torch.float32).fill_(first) for role in roles}
     if param.dtype in HALVES:
         _add_master(state, param, None, form)
     return state
@@ -103,32 +113,33 @@ def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
     return remainder
 
 
-def arrays_of(state: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that a step writes, by the kernel's names for their roles."""
-    arrays = {role: state[role] for role in ROLES if role in state}
+def arrays_of(state: Mapping[str, Any], param: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors that a step writes, by the kernel's names for their roles; ``roles``: those of the update."""
+    arrays = given_arrays(state, (*roles, *BESIDE))
     if "master" not in state or param.dtype not in HALVES:
         return {"param": param, **arrays}
     return {"param": state["master"], "out": param, **arrays}
 
 
-def check_plain(name: str, plain: Mapping[str, Any], param: Tensor) -> None:
+def check_plain(
+    name: str, plain: Mapping[str, Any], param: Tensor, update: NativeUpdate, needed: Sequence[str]
+) -> None:
     """Raise StateDictError, naming the entry, for what a state in torch's form lacks or has in another shape.
 
     Args:
-        name: what error messages call the param.
+        name: what error messages call the param. needed: what there must be.
     """
     if not isinstance(plain, Mapping):
         raise StateDictTypeError(f"the state saved for {name} must be a dict, got a {type(plain).__name__}")
-    for key in ("step", *MOMENTS):
+    for key in needed:
         if key not in plain:
             raise StateDictError(f"the state saved for {name} has no {key}")
-    count = plain["step"]
-    if not is_number_of_steps(count):
-        raise StateDictTypeError(f"step saved for {name} must be a number of steps, got {quoted(count)}")
-    for key in (*MOMENTS, MAXIMUM, "master"):
-        if key in plain:
+    if update.counts and not is_number_of_steps(plain["step"]):
+        raise StateDictTypeError(f"step saved for {name} must be a number of steps, got {quoted(plain['step'])}")
+    for key in (*update.arrays, "master"):
+        if key in plain and (plain[key] is not None or key in needed):
             _check_array(f"{key} saved for {name}", plain[key], param)
-            if key in SQUARES:
+            if key in update.squares:
                 require_squares(f"{key} saved for {name}", plain[key])
 
 
@@ -163,7 +174,7 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
     Raises:
         UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
     """
-    check_arrays(name, arrays_of(state, param))
+    check_arrays(name, arrays_of(state, param, (*MOMENTS, MAXIMUM)), MOMENTS)
     moments = dict(zip(MOMENTS, _plain_moments(state), strict=True))
     return {key: moments[key] if key in moments else plain_value(state, param, key) for key in plain_keys(state)}
 
@@ -281,6 +292,18 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
 def stored_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:
     """Return a state in torch's form in the form that is asked for. The param is not written."""
     state = packed_moments(plain, param, form)
+    if param.dtype in HALVES:
+        _add_master(state, param, plain.get("master"), form)
+    return state
+
+
+def loaded_state(plain: Mapping[str, Any], param: Tensor, update: NativeUpdate, form: AdamState) -> dict[str, Any]:
+    """Return the state of an update that has no compact forms, out of one in torch's form. The param is not written."""
+    state = {key: value for key, value in plain.items() if key != "master"}
+    if update.counts:
+        state["step"] = torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu")
+    given = given_arrays(plain, update.arrays)
+    state |= {role: _like(param, torch.float32).copy_(value) for role, value in given.items()}
     if param.dtype in HALVES:
         _add_master(state, param, plain.get("master"), form)
     return state

@@ -2,368 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError, ZeroOptWarning
-from ..policies import AdamState, check_flag
-from ..system.extension import require_native
-from ..system.inference_mode import outside_inference_mode, version_of
-from .adam_state import HALVES, check_plain, follow_param, new_state, param_dtypes, plain_state, stored_state
-from .checks import GRAD_DTYPES, check_apart, check_tensor
-from .functions import adam_hypers
-from .runs import step_runs
-from .slots import Slot
-from .threads import checked_threads, say_threads
-
-ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-PLAIN = AdamState()
-# Of state that holds no values: 8-bit moments, their bases, and what a split master has beside its param.
-STORED_DTYPES = (torch.uint8, torch.int16)
+from .functions import ADAM
+from .native_optimizer import NativeOptimizer, NativeOptions, ParamsT
 
 
-class NativeOptions(TypedDict, total=False):
-    """Keyword arguments that CPUAdam and CPUAdamW take beside torch's hyperparameters.
-
-    ``state``: in what form moments and masters are kept. ``threads``: the most that step; None is the number of cores
-    that this process may use, divided by the ranks that share them, but at most what ``torch.set_num_threads`` was
-    given (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored). ``flush_denormals``: take subnormal numbers as zero
-    inside the step, which keeps rows that have long had no gradient from slowing it down. The others are torch's
-    switches between implementations.
-    """
-
-    state: AdamState
-    threads: int | None
-    flush_denormals: bool
-    fused: bool | None
-    foreach: bool | None
-    capturable: bool
-    differentiable: bool
-
-
-def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return torch's implementation switches with ``fused`` on, as state_dict() shows them."""
-    if options.get("fused") is False:
-        raise ConfigError(f"{name} is a fused kernel; for fused=False use torch.optim")
-    if options.get("foreach"):
-        raise ConfigError(f"{name} is a fused kernel; for foreach=True use torch.optim")
-    if options.get("differentiable"):
-        raise ConfigError(f"{name} cannot be differentiated through; for differentiable=True use torch.optim")
-    return {**options, "fused": True}
-
-
-def _refuse_own_options(group: Mapping[str, Any], number: int) -> None:
-    """Raise ConfigError for what the optimizer takes, and a param group has no say in."""
-    for key in ("state", "threads", "flush_denormals"):
-        if key in group:
-            raise ConfigError(
-                f"param group {number} has {key!r}, which is the same for all params; pass {key}= to the optimizer "
-                "itself, or make another optimizer for this group"
-            )
-
-
-def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    """Bring the states of a state dict that is being made into torch's form; a hook."""
-    assert isinstance(optimizer, _NativeStep)
-    ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
-    states = dict(packed["state"])
-    for key, (name, param) in zip(ids, optimizer._named()):
-        if key in states and optimizer._needs_conversion(param):
-            states[key] = plain_state(name, param, states[key])
-    packed["state"] = states
-
-
-class _NativeStep(torch.optim.Adam):
-    """What CPUAdam and CPUAdamW share: torch's construction and state, our checks and our step.
-
-    Attributes:
-        nonfinite_grads: how many gradient elements of the last step were infinite or NaN.
-    """
-
-    # GradScaler unscales before step(), as the kernel does not.
-    _step_supports_amp_scaling = False
-
-    nonfinite_grads: int = 0
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        **options: Unpack[NativeOptions],
-    ) -> None:
-        rest = self._take(options)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
-        self._step_supports_amp_scaling = False
-
-    def _take(self, options: NativeOptions) -> dict[str, Any]:
-        """Keep what is ours of the options, and return what is torch's."""
-        require_native()
-        rest: dict[str, Any] = dict(options)
-        self._form: AdamState = rest.pop("state", PLAIN)
-        if not isinstance(self._form, AdamState):
-            raise ConfigTypeError(f"state must be a zero_opt.AdamState, got {self._form!r}")
-        self._threads: int | None = rest.pop("threads", None)
-        checked_threads(self._threads)
-        self._flush = rest.pop("flush_denormals", False)
-        check_flag("flush_denormals", self._flush)
-        self._slots: dict[int, Slot] = {}
-        # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
-        self._written: dict[int, tuple[int, int] | None] = {}
-        # By param: what holds no values in its state, and the version of that as of our last write.
-        self._stored: dict[int, list[tuple[str, Tensor, int]]] = {}
-        return _fused_options(type(self).__name__, rest)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush")}
-        return {**super().__getstate__(), **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._slots, self._written, self._stored = {}, {}, {}
-        # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
-        for group in self.param_groups:
-            group["fused"], group["foreach"] = True, None
-        self._note_stored()
-
-    # -- params -------------------------------------------------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise a ZeroOptError for a param that the kernel cannot update."""
-        super().add_param_group(param_group)
-        try:
-            _refuse_own_options(self.param_groups[-1], len(self.param_groups) - 1)
-            self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
-            for position, param in enumerate(self.param_groups[-1]["params"]):
-                if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
-                    self._check_param(self._name(len(self.param_groups) - 1, position), param)
-        except ZeroOptError:
-            self.param_groups.pop()
-            raise
-
-    def _check_param(self, name: str, param: Tensor) -> None:
-        try:
-            check_tensor(name, param, None, param_dtypes(self._form))
-        except UnsupportedParam as error:
-            if param.dtype in HALVES and self._form.master is None:
-                raise UnsupportedParam(
-                    f"{error}; state=zero_opt.AdamState(master='float32') or 'split' keeps an fp32 master for it"
-                ) from None
-            raise
-
-    def _name(self, index: int, position: int) -> str:
-        """Return what error messages call a param."""
-        names = self.param_groups[index].get("param_names")
-        called = f" ({names[position]!r})" if names else ""
-        return f"{type(self).__name__} param {position} of group {index}{called}"
-
-    # -- state dicts --------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's form, whatever the state's: fp32 moments, and ``master`` (fp32) for bf16 and fp16 params.
-
-        The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
-
-        Raises:
-            StateDictError: what holds no values in ``state`` was written to.
-        """
-        self._require_own_stored()
-        self._follow_params(loaded=False)
-        with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
-            packed: dict[str, Any] = super().state_dict()
-        return packed
-
-    def _named(self) -> Iterator[tuple[str, Parameter]]:
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                yield self._name(index, position), param
-
-    def _needs_conversion(self, param: Tensor) -> bool:
-        """Return whether the state of a param is another than torch's classes have of it."""
-        return self._form.moments != "float32" or param.dtype in HALVES
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what any torch Adam or any form of this one has saved, as torch's Adam does.
-
-        The params are not written: load the model too, before or after. A ``master`` counts from the next step on,
-        where the param is what it rounds to then. Without one, the param is the master, and a warning says so.
-        """
-        fitting: list[tuple[Parameter, Mapping[str, Any]]] = []
-        with (
-            self.register_load_state_dict_pre_hook(lambda _, loaded: fitting.extend(self._checked(loaded))),  # the last
-            self.register_load_state_dict_post_hook(lambda _: self._revive(fitting), prepend=True),
-        ):
-            super().load_state_dict(dict(state_dict))
-        without_master = sum(param.dtype in HALVES and "master" not in saved for param, saved in fitting)
-        if without_master:
-            message = f"no master saved for {without_master} params: their own values are taken"
-            warnings.warn(message, ZeroOptWarning, stacklevel=2)
-
-    def _checked(self, loaded: Mapping[str, Any]) -> Iterator[tuple[Parameter, Mapping[str, Any]]]:
-        """Yield the state that is saved for each param, once it is known to fit; nothing has been written yet."""
-        saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        for key, (name, param) in zip(saved_ids, self._named()):
-            saved = loaded["state"].get(key)
-            if saved:
-                check_plain(name, saved, param)
-                if self._form != PLAIN:
-                    check_tensor(name, param, None, param_dtypes(self._form))
-                yield param, saved
-
-    @torch.no_grad()
-    def _revive(self, fitting: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> None:
-        for param, saved in fitting:
-            if self._needs_conversion(param):
-                self.state[param] = stored_state(saved, param, self._form)
-                self._written[id(param)] = None
-        self._note_stored()
-
-    # -- stored forms -------------------------------------------------------------------------------------------------
-
-    def _note_stored(self) -> None:
-        """Remember the versions of all in ``state`` that holds no values, and that only the step may write."""
-        if self._form.moments != "block8" and self._form.master != "split":
-            return
-        states = [(param, self.state[param]) for _, param in self._named() if param in self.state]
-        self._stored = {
-            id(param): [
-                (key, value, version_of(value))
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.dtype in STORED_DTYPES
-            ]
-            for param, state in states
-        }
-
-    def _require_own_stored(self) -> None:
-        """Raise StateDictError, naming the param, if the user has written to what holds no values."""
-        for name, param in self._named() if self._stored else ():
-            state = self.state.get(param) or {}
-            for key, tensor, version in self._stored.get(id(param), ()):
-                if state.get(key) is tensor and version_of(tensor) != version:
-                    raise StateDictError(
-                        f"{name}: state {key!r} was written to in place. It holds no values: it is stored as "
-                        f"{tensor.dtype} in the form of {self._form}; change values in what state_dict() returns, "
-                        "and load that. To go on, load a state dict, or start afresh with opt.state.clear()"
-                    )
-
-    # -- the step -----------------------------------------------------------------------------------------------------
-
-    def _bind(self, stale: list[tuple[int, int, Parameter, Tensor]]) -> None:
-        """Make the slots of these params, and state that is missing, after checking all of them."""
-        moved = False
-        if stale and not self._slots:
-            say_threads(type(self).__name__, checked_threads(self._threads))
-        for index, position, param, grad in stale:
-            name, slot = self._name(index, position), self._slots.get(id(param))
-            moved |= slot is None or slot.pointer != param.data_ptr()
-            self._check_param(name, param)
-            check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
-        if moved:
-            check_apart([(name, param) for name, param in self._named() if param.is_cpu and not is_lazy(param)])
-        fresh: list[Parameter] = []
-        try:
-            for index, position, param, grad in stale:
-                amsgrad = self.param_groups[index]["amsgrad"]
-                if not self.state.get(param):
-                    fresh.append(param)
-                    self.state[param].update(new_state(param, self._form, amsgrad=amsgrad))
-                slot = Slot(self._name(index, position), self.state[param], param, grad, amsgrad=amsgrad)
-                self._slots[id(param)] = slot
-                slot.set_grad(grad)
-        except BaseException:
-            for param in fresh:
-                del self.state[param]
-            raise
-
-    def _stale(self) -> Iterator[tuple[int, int, Parameter, Tensor]]:
-        """Yield the params with a gradient whose slot holds no more."""
-        slots, states = self._slots, self.state
-        for index, group in enumerate(self.param_groups):
-            amsgrad = group["amsgrad"]
-            for position, param in enumerate(group["params"]):
-                grad = param.grad
-                if grad is None:
-                    continue
-                slot = slots.get(id(param))
-                if (
-                    slot is not None
-                    and type(grad) is Tensor
-                    and grad.is_cpu
-                    and grad.layout is torch.strided
-                    and grad.is_contiguous()
-                    and param.is_contiguous()
-                    and not grad.is_neg()
-                    and slot.holds(states[param], param, grad, amsgrad)
-                ):
-                    slot.grad = grad
-                else:
-                    yield index, position, param, grad
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:
-        """Step every param that has a gradient, in place.
-
-        Args:
-            closure: re-evaluates the model and returns the loss, which is handed back.
-            grad_scale: what gradients are multiplied by first, in the same pass over memory.
-
-        Raises:
-            UnsupportedParam, ConfigError, ConfigTypeError, StateDictError: a param, gradient or state that the kernel
-                cannot work on, by name; no param and no state has been changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._require_own_stored()
-        hypers = [adam_hypers(group).for_kernel(grad_scale) for group in self.param_groups]
-        with outside_inference_mode():
-            self._bind(list(self._stale()))
-        self._follow_params(loaded=True)
-        batches = [
-            (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
-            for group, values in zip(self.param_groups, hypers, strict=True)
-        ]
-        self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
-        self._written.update({id(param): _place(param) for param, _ in self._mastered()})
-        self._note_stored()
-        return loss
-
-    def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Yield the params that have an fp32 master beside them, and that."""
-        for _, param in self._named() if self._form.master == "float32" else ():
-            master = self.state[param].get("master") if param in self.state else None
-            if isinstance(master, Tensor) and master.shape == param.shape and master.dtype is torch.float32:
-                yield param, master
-
-    @torch.no_grad()
-    def _follow_params(self, *, loaded: bool) -> None:
-        """Let masters follow params written to since the last step, and all those of which a master was ``loaded``."""
-        for param, master in self._mastered():
-            known = self._written.get(id(param), ())
-            if known != _place(param) and (loaded or known is not None):
-                follow_param(master, param)
-                self._written[id(param)] = _place(param)
-
-
-def _place(param: Tensor) -> tuple[int, int]:
-    """Return what is another after a write to a param, or after its data were replaced."""
-    return version_of(param), param.data_ptr()
-
-
-class CPUAdam(_NativeStep):
+class CPUAdam(NativeOptimizer, torch.optim.Adam):
     """``torch.optim.Adam(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
 
     Kingma and Ba 2015, algorithm 1, with L2 weight decay; ``amsgrad`` is Reddi et al. 2018, algorithm 2. State and
@@ -387,8 +35,26 @@ class CPUAdam(_NativeStep):
         NativeUnavailable: the extension was not built.
     """
 
+    update = ADAM
 
-class CPUAdamW(_NativeStep, torch.optim.AdamW):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[NativeOptions],
+    ) -> None:
+        rest = self._take(options)
+        torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._made()
+
+
+class CPUAdamW(NativeOptimizer, torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` for CPU params, stepped by the native kernel, to the same bits in fp32.
 
     As CPUAdam, with the decoupled weight decay of Loshchilov and Hutter 2019, algorithm 2: every step first scales
@@ -411,6 +77,8 @@ class CPUAdamW(_NativeStep, torch.optim.AdamW):
         NativeUnavailable: the extension was not built.
     """
 
+    update = ADAM
+
     def __init__(
         self,
         params: ParamsT,
@@ -423,4 +91,6 @@ class CPUAdamW(_NativeStep, torch.optim.AdamW):
         maximize: bool = False,
         **options: Unpack[NativeOptions],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options)
+        rest = self._take(options)
+        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **rest)
+        self._made()

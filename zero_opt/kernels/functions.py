@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ConfigTypeError
 from ..system.extension import native
-from .adam_state import ROLES
+from .adam_state import MAXIMUM, MOMENTS, ROLES, SQUARES
 from .checks import (
     DTYPE_NAMES,
     GRAD_DTYPES,
@@ -25,6 +25,7 @@ from .checks import (
 )
 from .runs import BoundRun, check_arrays, step_runs
 from .threads import checked_threads
+from .updates import NativeUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class AdamHypers:
             weight_decay=self.weight_decay * root if self.decoupled else self.weight_decay,
         )
 
-    def for_kernel(self, grad_scale: float = 1.0, *, prediction: float = 0.0) -> native.AdamHypers:
+    def for_kernel(self, grad_scale: float = 1.0, *, prediction: float = 0.0) -> native.Hypers:
         """Return them as the kernel takes them.
 
         Args:
@@ -67,7 +68,7 @@ class AdamHypers:
                 with the same gradient.
         """
         own = {name: getattr(self, name) for name in self.__slots__}
-        return native.AdamHypers(**own, grad_scale=grad_scale, prediction=prediction)
+        return native.Hypers("adam", **own, grad_scale=grad_scale, prediction=prediction)
 
 
 _NUMBERS = ("lr", "eps", "weight_decay")
@@ -92,6 +93,24 @@ def adam_hypers(group: Mapping[str, Any]) -> AdamHypers:
         decoupled=bool(group["decoupled_weight_decay"]),
         maximize=bool(group["maximize"]),
     )
+
+
+class _Adam(NativeUpdate):
+    """Adam and AdamW."""
+
+    name = "adam"
+    arrays = (*MOMENTS, MAXIMUM)
+    squares = SQUARES
+    compact = True
+
+    def hypers(self, group: Mapping[str, Any]) -> AdamHypers:
+        return adam_hypers(group)
+
+    def roles(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.arrays if group["amsgrad"] else MOMENTS
+
+
+ADAM = _Adam()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +187,7 @@ def adam_update_(
         _check_update(update)
     check_apart([(f"param of {update.name}", update.param) for update in updates])
     count = checked_threads(threads)
-    batches: dict[int, tuple[native.AdamHypers, list[BoundRun]]] = {}
+    batches: dict[int, tuple[native.Hypers, list[BoundRun]]] = {}
     for update in updates:
         run = BoundRun(update.arrays(), update.grad.dtype, step=update.step)
         run.set_grad(update.grad)
@@ -187,7 +206,7 @@ def _check_update(update: AdamUpdate) -> None:
         raise ConfigTypeError(f"step of {update.name} must be a number, got {update.step!r}")
     if not update.step >= 1:
         raise ConfigError(f"step of {update.name} counts from 1, got {update.step!r}")
-    check_arrays(update.name, update.arrays())
+    check_arrays(update.name, update.arrays(), MOMENTS)
     check_tensor(f"grad of {update.name}", update.grad, update.param.shape, GRAD_DTYPES)
 
 

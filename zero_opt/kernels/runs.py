@@ -24,6 +24,8 @@ INT16 = (torch.int16,)
 SHAPED: Mapping[str, tuple[torch.dtype, ...]] = {
     "exp_avg": (*MOMENT_DTYPE.values(),),
     "exp_avg_sq": (*MOMENT_DTYPE.values(),),
+    "momentum_buffer": FLOAT32,
+    "sum": FLOAT32,
     "max_exp_avg_sq": FLOAT32,
     "remainder": INT16,
     "out": GRAD_DTYPES,
@@ -35,14 +37,14 @@ def blocks_of(numel: int) -> int:
     return -(-numel // BLOCK_NUMEL)
 
 
-def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
+def check_arrays(name: str, arrays: Mapping[str, Tensor], needed: Sequence[str]) -> None:
     """Raise UnsupportedParam, ConfigTypeError or ConfigError unless these tensors, by role, make up one param's step.
 
     Args:
         name: what error messages call the param.
-        arrays: "param", "exp_avg", "exp_avg_sq" and whichever of the other roles there are.
+        arrays: by role. needed: which there must be beside "param".
     """
-    for role in ("param", "exp_avg", "exp_avg_sq"):
+    for role in ("param", *needed):
         if arrays.get(role) is None:
             raise ConfigTypeError(f"{name} has no {role}")
     param = arrays["param"]
@@ -52,6 +54,8 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor]) -> None:
             check_tensor(f"{role} of {name}", arrays[role], param.shape, dtypes)
             check_reach(f"{role} of {name}", arrays[role])
     check_reach(f"param of {name}", param)
+    if "exp_avg_sq" not in arrays:
+        return
     first, second = arrays["exp_avg"].dtype, arrays["exp_avg_sq"].dtype
     if first is not second:
         raise ConfigTypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
@@ -99,11 +103,11 @@ class BoundRun:
             self._written.append(kept_step)
         self.direct = not self._staged
         out = arrays.get("out")
-        self.run: native.AdamRun = native.AdamRun(
+        self.run: native.UpdateRun = native.UpdateRun(
             arrays["param"].numel(),
             addresses,
             grad_dtype=DTYPE_NAMES[grad_dtype],
-            moment_dtype=DTYPE_NAMES[arrays["exp_avg"].dtype],
+            moment_dtype=DTYPE_NAMES[arrays["exp_avg"].dtype if "exp_avg" in arrays else torch.float32],
             out_dtype=DTYPE_NAMES[torch.float32 if out is None else out.dtype],
             step=step,
             to={role: tensor.data_ptr() for role, tensor in (to or {}).items()},
@@ -138,7 +142,7 @@ class BoundRun:
 
 
 # Hyperparameters as the kernel takes them, the runs that have them, and the addresses of their gradients.
-RunBatch = tuple["native.AdamHypers", Sequence["native.AdamRun"], Sequence[int]]
+RunBatch = tuple["native.Hypers", Sequence["native.UpdateRun"], Sequence[int]]
 
 
 def step_runs(
@@ -158,7 +162,7 @@ def step_runs(
             addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]
             calls.append((hypers, [run.run for run in runs], addresses))
             stepped += runs
-    nonfinite = native.adam_step(calls, threads=threads, flush_denormals=flush_denormals, isa=isa)
+    nonfinite = native.update_step(calls, threads=threads, flush_denormals=flush_denormals, isa=isa)
     note_written([tensor for run in stepped for tensor in run.finish()])
     return nonfinite
 

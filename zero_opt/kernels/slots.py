@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,45 +13,61 @@ from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError, quoted
 from ..system.extension import native
-from .adam_state import MAXIMUM, ROLES, arrays_of
+from .adam_state import BESIDE, MAXIMUM, arrays_of
 from .checks import check_tensor, is_number_of_steps
 from .runs import BoundRun, check_arrays, note_written
 from .strides import dtype_of, placing_of, shape_of
+from .updates import NativeUpdate
 
 
 class Slot(BoundRun):
     """The run of one param, and what it was made from: while that is the same, so are the addresses.
 
     Attributes:
+        roles: which of the update's arrays the step reads and writes.
+        first: this step makes arrays; the next is another run, if the update keeps no number of steps.
         held: what the run reads and writes of the state: key, tensor, and that one's address, dtype and strides.
     """
 
-    __slots__ = ("amsgrad", "held", "layout", "pointer", "shape")
+    __slots__ = ("first", "held", "layout", "pointer", "roles", "shape")
 
-    def __init__(self, name: str, state: dict[str, Any], param: Tensor, grad: Tensor, *, amsgrad: bool) -> None:
-        arrays = arrays_of(state, param)
-        if not amsgrad:
-            arrays.pop(MAXIMUM, None)
-        elif MAXIMUM not in arrays:
+    def __init__(
+        self,
+        name: str,
+        state: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        *,
+        update: NativeUpdate,
+        roles: tuple[str, ...],
+        first: bool = False,
+    ) -> None:
+        arrays = arrays_of(state, param, roles)
+        if MAXIMUM in roles and MAXIMUM not in arrays:
             raise StateDictError(f"{name} has no {MAXIMUM}: amsgrad cannot be switched on after the first step")
-        check_arrays(name, arrays)
-        super().__init__(arrays, grad.dtype, kept_step=_kept_step(name, state))
-        self.amsgrad, self.shape = amsgrad, param.shape
+        check_arrays(name, arrays, roles)
+        for role in () if update.compact else roles:
+            check_tensor(f"{role} of {name}", arrays[role], param.shape)
+        kept_step = _kept_step(name, state) if update.counts else None
+        super().__init__(arrays, grad.dtype, step=1.0 if first else 2.0, kept_step=kept_step)
+        self.roles, self.shape, self.first = roles, param.shape, first
         self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
-        keys = [key for key in ("step", "master", *ROLES) if key in state and (amsgrad or key != MAXIMUM)]
+        names = ("step", "master", *roles, *BESIDE) if update.counts else ("master", *roles, *BESIDE)
+        keys = [key for key in names if key in state]
         kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
         self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
 
-    def holds(self, state: dict[str, Any], param: Tensor, grad: Tensor, amsgrad: bool) -> bool:
+    def holds(self, state: Mapping[str, Any], param: Tensor, grad: Tensor, roles: tuple[str, ...]) -> bool:
         """Return whether nothing has changed but values."""
         if not (
             self.direct
+            and not self.first
             and grad.dtype is self.grad_dtype
             and grad.shape == self.shape
             and param.shape == self.shape
             and param.data_ptr() == self.pointer
             and (param.dtype, param.stride()) == self.layout
-            and self.amsgrad == amsgrad
+            and self.roles == roles
         ):
             return False
         for key, tensor, pointer, dtype, strides in self.held:
@@ -73,12 +89,12 @@ class SlotBatch:
     """
 
     def __init__(self, slots: list[Slot], params: list[Tensor], states: list[dict[str, Any]]) -> None:
-        self.slots, self._direct = slots, all(slot.direct for slot in slots)
+        self.slots, self._direct = slots, all(slot.direct and not slot.first for slot in slots)
         self._keys = [[key for key, *_ in slot.held] for slot in slots]
         self._params, self._kept = params, self._now(states)
         self._tensors = [*params, *self._kept]
         self._facts = placing_of(self._tensors)
-        self._amsgrad = [slot.amsgrad for slot in slots]
+        self._roles = [slot.roles for slot in slots]
         self._grads = [slot.grad_dtype for slot in slots], [slot.shape for slot in slots]
         self._runs = [slot.run for slot in slots]
         self._written = [tensor for slot in slots for tensor in slot.written]
@@ -92,9 +108,9 @@ class SlotBatch:
         like = list(map(dtype_of, grads)), list(map(shape_of, grads))
         return like == self._grads and all(map(Tensor.is_contiguous, grads))
 
-    def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, amsgrad: list[bool]) -> bool:
-        """Return whether nothing has changed but values, and all slots can be used again; ``amsgrad``: of each."""
-        if not self._direct or amsgrad != self._amsgrad:
+    def holds(self, params: list[Tensor], states: list[dict[str, Any]], *, roles: list[tuple[str, ...]]) -> bool:
+        """Return whether nothing has changed but values, and all slots can be used again; ``roles``: of each."""
+        if not self._direct or roles != self._roles:
             return False
         same = len(params) == len(self._params) and all(map(is_, params, self._params))
         return same and all(map(is_, self._now(states), self._kept)) and placing_of(self._tensors) == self._facts
@@ -119,7 +135,7 @@ class SlotBatch:
             self._last = list(map(weakref.ref, grads)) if all(map(is_, read, grads)) else []
         addresses = list(map(Tensor.data_ptr, read))
         calls = [(hypers, self._runs[which], addresses[which]) for hypers, which in batches]
-        native.adam_step(calls, threads=threads, flush_denormals=flush_denormals)
+        native.update_step(calls, threads=threads, flush_denormals=flush_denormals)
         if read is not grads:
             for slot in self.slots:
                 slot.finish()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import ConfigTypeError, StateDictError
 from ..kernels.adam_state import STORED_KEYS
-from ..placement.adam_rules import COLUMN_KEYS, STEPPED_KEYS
+from ..kernels.functions import ADAM
+from ..placement.adam_rules import COLUMN_KEYS
 from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, is_stored, order_of, plain_entry
@@ -132,7 +133,7 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateD
 
 def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]) -> None:
     """Raise StateDictError if a compact entry has keys that neither were saved nor are places for Adam's state."""
-    unknown = sorted(map(str, given.keys() - real.keys() - {*STORED_KEYS, *STEPPED_KEYS, *COLUMN_KEYS}))
+    unknown = sorted(map(str, given.keys() - real.keys() - {*STORED_KEYS, *ADAM.keys, *COLUMN_KEYS}))
     if unknown:
         raise StateDictError(
             f"the compact state of parameter {index} has {unknown[0]!r}, which was not saved with it, and would be lost"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigConflict
+from ..kernels.table import NATIVE_CLASSES
 from ..placement import Offload, PlacementInputs, PlacementPolicy, placement_policy
-from ..placement.adam_rules import NATIVE_CLASSES
 from ..policies import AdamState, AlreadyReduced, Checks, MixedPrecision
 from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError, UnsupportedOptimizer
-from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES, SQUARES, require_squares
-from ..placement.adam_rules import ADAM_CLASSES, NATIVE_CLASSES
+from ..kernels.native_optimizer import NativeOptimizer
+from ..kernels.table import NATIVE_CLASSES
+from ..placement.adam_rules import ADAM_CLASSES
 from ..placement.compact_state import is_compact
 from ..policies import check_flag
 from ..sharding.flat_param import is_dtensor
@@ -123,7 +124,7 @@ class Loaded(NamedTuple):
     def say(self, config: Config, params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """Log which parameters start afresh, and which lose bits of a master."""
         self.refused.say(self.states, params, describe)
-        if config.has_masters or issubclass(config.optimizer_class, (CPUAdam, CPUAdamW)):
+        if config.has_masters or issubclass(config.optimizer_class, NativeOptimizer):
             return
         rounded = [index for index, state in self.states.items() if "master" in state and params[index].dtype in HALVES]
         if rounded:

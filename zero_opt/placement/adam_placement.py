@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
+from ..kernels.functions import ADAM
 from ..sharding.buckets import GradBucket
-from .adam_rules import check_fused, require_fitting, say_without_masters
+from .adam_rules import check_fused, require_fitting, say_without_masters, state_keys
 from .adam_shard import StateShard
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
@@ -113,7 +114,9 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         require_own_master(shard.flats[position].label, state or {}, shard.form)
         shard.read_params([position])  # a master that is not in the new state is not of a parameter of before
         saved = {} if state is None else dict(state)
-        require_fitting(shard.flats[position], shard.part(position).shape, saved, amsgrad=shard.has_maximum())
+        require_fitting(
+            shard.flats[position], shard.part(position).shape, saved, ADAM, state_keys(amsgrad=shard.has_maximum())
+        )
         require_squares_of(shard.flats[position].label, saved, shard.form)
         in_place = isinstance(state, ReadThrough) and state is shard.state(position)
         if not in_place:

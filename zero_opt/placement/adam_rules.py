@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,15 @@ from torch import Tensor
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels import CPUAdam, CPUAdamW
 from ..kernels.adam_state import HALVES, MAXIMUM, MOMENTS
+from ..kernels.functions import ADAM
+from ..kernels.updates import NativeUpdate
 from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
 from ..system.log import log
 
-NATIVE_CLASSES = (CPUAdam, CPUAdamW)
-ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, *NATIVE_CLASSES)
+ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, CPUAdam, CPUAdamW)
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
-# What a step reads and writes of a state in plain form.
-STEPPED_KEYS = ("step", *MOMENTS, MAXIMUM, "master")
-_KNOWN_KEYS = (*STEPPED_KEYS, *COLUMN_KEYS)
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 
 
@@ -68,7 +66,7 @@ def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int]
 
 def check_state(index: int, state: Mapping[str, Any]) -> None:
     """Raise StateDictError unless the loaded state of a parameter is Adam's, and has nothing else."""
-    _require_known(f"the state of parameter {index}", state)
+    _require_known(f"the state of parameter {index}", state, ADAM)
     for key in ("step", "exp_avg", "exp_avg_sq"):
         if state and key not in state:
             raise StateDictError(f"state {key!r} of parameter {index} is missing")
@@ -95,17 +93,19 @@ def say_without_masters(count: int) -> None:
         log.warning("no master was saved for %d parameters: their own values are taken", count)
 
 
-def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any], *, amsgrad: bool) -> None:
+def require_fitting(
+    flat: FlatParam, shape: torch.Size, state: Mapping[str, Any], update: NativeUpdate, roles: Sequence[str]
+) -> None:
     """Raise StateDictError unless a state that the user has put in the place of another can be stepped.
 
     Args:
         shape: of this rank's slice of the parameter. state: of that slice, or in the parameter's shape; an empty one is
-            new.
+            new. roles: what a step of its group reads.
     """
-    _require_known(f"opt.state of {flat.label}", state)
-    require_complete(flat.label, state, amsgrad=amsgrad)
+    _require_known(f"opt.state of {flat.label}", state, update)
+    require_complete(flat.label, state, update, roles)
     for key, value in state.items():
-        if key in COLUMN_KEYS:
+        if key in COLUMN_KEYS or (value is None and key not in update.needed(roles)):
             continue
         is_tensor = isinstance(value, Tensor)
         if key == "step":
@@ -120,9 +120,10 @@ def require_fitting(flat: FlatParam, shape: torch.Size, state: Mapping[str, Any]
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
 
 
-def _require_known(label: str, state: Mapping[str, Any]) -> None:
+def _require_known(label: str, state: Mapping[str, Any], update: NativeUpdate) -> None:
     """Raise StateDictError if a state has keys that the placement has no place for."""
-    unknown = [key for key in state if key not in _KNOWN_KEYS]
+    known = (*update.keys, *COLUMN_KEYS)
+    unknown = [key for key in state if key not in known]
     if unknown:
         raise StateDictError(
             f"{label} has {unknown[0]!r}, which has no place outside the parameters' device; keep it "
@@ -130,9 +131,9 @@ def _require_known(label: str, state: Mapping[str, Any]) -> None:
         )
 
 
-def require_complete(label: str, state: Mapping[str, Any], *, amsgrad: bool) -> None:
+def require_complete(label: str, state: Mapping[str, Any], update: NativeUpdate, roles: Sequence[str]) -> None:
     """Raise StateDictError if a state that the user has edited lacks what the next step needs; an empty one is new."""
-    for key in ("step", *state_keys(amsgrad=amsgrad)):
+    for key in update.needed(roles):
         if state and key not in state:
             hint = "amsgrad cannot be switched on after the first step, and " if key == MAXIMUM else ""
             raise StateDictError(f"opt.state of {label} has no {key!r}; {hint}an entry without a key cannot be stepped")

@@ -13,11 +13,12 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..errors import ConfigConflict, UnsupportedParam
 from ..kernels.adam_state import HALVES
+from ..kernels.table import NATIVE_CLASSES
 from ..policies import AdamState, MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST, is_host
-from .adam_rules import NATIVE_CLASSES, check_groups, check_params, check_state, without_column_keys
+from .adam_rules import check_groups, check_params, check_state, without_column_keys
 from .compact_state import is_compact
 from .interface import Placement, SlicePlacement
 from .memory import MemoryInputs, Tally

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from ..errors import ConfigTypeError, quoted
-from ..kernels import CPUAdam, CPUAdamW
+from ..kernels.table import NATIVE_CLASSES
 
 _OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_elementwise: set[type[torch.optim.Optimizer]] = {CPUAdam, CPUAdamW, *(getattr(torch.optim, n) for n in _OF_TORCH)}
+_elementwise: set[type[torch.optim.Optimizer]] = {*NATIVE_CLASSES, *(getattr(torch.optim, n) for n in _OF_TORCH)}
 
 
 def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -88,4 +88,4 @@ def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: 
 
 def steps_params_apart(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Whether the class is known to keep state of single parameters alone."""
-    return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in (CPUAdam, CPUAdamW)
+    return optimizer_class.__module__.split(".")[:2] == ["torch", "optim"] or optimizer_class in NATIVE_CLASSES

@@ -4,14 +4,14 @@
 
 namespace {
 
-using zero_opt::AdamRun;
-using zero_opt::AdamScalars;
 using zero_opt::Format;
 using zero_opt::kLogNumel;
+using zero_opt::StepScalars;
+using zero_opt::UpdateRun;
 
 constexpr std::int64_t kTakenNumel = 32768;
 
-void step_blocks(const AdamScalars& scalars, const AdamRun& run, std::int64_t begin, std::int64_t end) {
+void step_blocks(const StepScalars& scalars, const UpdateRun& run, std::int64_t begin, std::int64_t end) {
   zero_opt::LogBlock buffers[2];
   zero_opt::with_block_in_registers(scalars, run, begin, [&](auto at) {
     for (std::int64_t number = 0; begin < end; begin += kLogNumel, ++number, at.next()) {
@@ -29,9 +29,12 @@ void step_blocks(const AdamScalars& scalars, const AdamRun& run, std::int64_t be
 // numel is a multiple of 64. out: null with an fp32 gradient; else both are bf16.
 extern "C" void stored_twice(void* param, void* exp_avg, void* exp_avg_sq, const void* grad, void* out,
                              std::int64_t numel, int threads) {
-  const AdamScalars scalars = {1e-3f, 0.1f, 10.0f, 0.99999f, false, 0.0f, 0.1f, 1e-3f, 0.999f, 1e-8f, 1.0f, 0};
+  StepScalars scalars = {};
+  scalars.grad_factor = 1.0f;
+  const zero_opt::AdamScalars adam = {1e-3f, 0.1f, 10.0f, 0.99999f, 0.0f, 0.0f, 0.1f, 1e-3f, 0.999f, 1e-8f};
+  __builtin_memcpy(scalars.now.values, &adam, sizeof(adam));
   const Format narrow = out == nullptr ? Format::kFloat32 : Format::kBfloat16;
-  AdamRun run = {numel, {}, {}, grad, out, narrow, Format::kFloat32, narrow};
+  UpdateRun run = {numel, {}, {}, grad, out, narrow, Format::kFloat32, narrow};
   run.from.param = param;
   run.from.exp_avg = exp_avg;
   run.from.exp_avg_sq = exp_avg_sq;

@@ -52,13 +52,13 @@ def _on_eight_cores(monkeypatch: pytest.MonkeyPatch, mine: set[int] | None = Non
 
 
 def _note_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = _native.adam_step
+    kernel = _native.update_step
 
     def noted(*args: Any, threads: int, **options: Any) -> int:
         _noted.append(threads)
         return kernel(*args, threads=threads, **options)
 
-    monkeypatch.setattr(_native, "adam_step", noted)
+    monkeypatch.setattr(_native, "update_step", noted)
 
 
 def _train(

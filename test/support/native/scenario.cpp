@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 
 #include "kernels/dispatch.hpp"
@@ -16,13 +17,27 @@
 namespace crash {
 namespace {
 
-using zero_opt::AdamRun;
 using zero_opt::ArenaView;
 using zero_opt::Format;
 using zero_opt::kCutNumel;
+using zero_opt::UpdateRun;
 
 constexpr std::size_t kAlign = 64;
-const zero_opt::AdamHypers kHypers = {0.01, 0.9, 0.99, 1e-8, 0.1, 0.5, true, false};
+// Of another update than Adam.
+std::map<std::string, double> others_hypers(const std::string& update, double lr) {
+  if (update == "adagrad") return {{"lr", lr}, {"lr_decay", 0.1}, {"weight_decay", 0.1}, {"eps", 1e-10}};
+  if (update == "lion") return {{"lr", lr}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0.1}};
+  return {{"lr", lr}, {"momentum", 0.9}, {"dampening", 0.1}, {"weight_decay", 0.1}, {"nesterov", 0.0}};
+}
+
+zero_opt::Hypers hypers_of(const Scenario& scenario, double lr) {
+  const std::string& update = scenario.update;
+  zero_opt::Hypers hypers =
+      update == "adam" ? adam_hypers(lr, true) : zero_opt::make_hypers(update, others_hypers(update, lr));
+  hypers.grad_scale = 0.5;
+  hypers.prediction = scenario.prediction;
+  return hypers;
+}
 
 std::uint64_t mixed(std::uint64_t number) {
   number = (number ^ (number >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -62,23 +77,23 @@ class Places {
   char* next_;
 };
 
-zero_opt::AdamArrays bank(const Scenario& scenario, std::int64_t n, Places& places) {
+zero_opt::StateArrays bank(const Scenario& scenario, std::int64_t n, Places& places) {
   const bool blocks = scenario.moments == Format::kBlock8;
   const std::int64_t moment = n * zero_opt::bytes_of(scenario.moments);
   const std::int64_t bases = (n + kCutNumel - 1) / kCutNumel * 2;
-  zero_opt::AdamArrays arrays = {};
+  zero_opt::StateArrays arrays = {};
   arrays.param = places.take<void>(n * (scenario.has_remainder ? 2 : 4));
   arrays.remainder = places.take<std::int16_t>(n * 2, scenario.has_remainder);
-  arrays.exp_avg = places.take<void>(moment);
-  arrays.exp_avg_sq = places.take<void>(moment);
+  arrays.exp_avg = places.take<void>(moment, scenario.arrays > 0);
+  arrays.exp_avg_sq = places.take<void>(moment, scenario.arrays > 1);
   arrays.exp_avg_base = places.take<std::uint16_t>(bases, blocks);
   arrays.exp_avg_sq_base = places.take<std::uint16_t>(bases, blocks);
   arrays.max_exp_avg_sq = places.take<float>(n * 4, scenario.amsgrad);
   return arrays;
 }
 
-AdamRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
-  AdamRun run = {};
+UpdateRun placed(const Scenario& scenario, std::int64_t n, Places& places) {
+  UpdateRun run = {};
   run.numel = n;
   run.from = bank(scenario, n, places);
   run.to = scenario.drafted ? bank(scenario, n, places) : run.from;
@@ -123,6 +138,21 @@ bool has_compact_moments(const std::string& name, Scenario& found) {
   return found.amsgrad || rest.empty();
 }
 
+// An update other than Adam, and what follows its name: gradients and results in bf16, a split master, or a prediction.
+bool is_other_update(const std::string& name, Scenario& found) {
+  const std::size_t dash = std::min(name.find('-'), name.size());
+  const std::string rest = name.substr(dash);
+  found.update = name.substr(0, dash);
+  found.arrays = 1;
+  if (found.update != "adagrad" && found.update != "lion" && found.update != "sgd") return false;
+  if (rest == "-bf16" || rest == "-split") found.grad = Format::kBfloat16;
+  if (rest == "-bf16") found.out = Format::kBfloat16;
+  found.has_out = rest == "-bf16" || rest == "-predicted";
+  found.has_remainder = rest == "-split";
+  if (rest == "-predicted") found.prediction = 1.5;
+  return rest.empty() || found.has_out || found.has_remainder;
+}
+
 class Event {
  public:
   Event() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
@@ -155,7 +185,7 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     found.grad = Format::kFloat16;
     found.moments = Format::kBlock8;
     found.has_remainder = true;
-  } else if (name != "plain" && !has_compact_moments(name, found)) {
+  } else if (name != "plain" && !has_compact_moments(name, found) && !is_other_update(name, found)) {
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
@@ -163,8 +193,13 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
   return found;
 }
 
-AdamRun plain_run(float* first, std::int64_t numel) {
-  AdamRun run = {};
+zero_opt::Hypers adam_hypers(double lr, bool decoupled) {
+  return zero_opt::make_hypers("adam", {{"lr", lr}, {"beta1", 0.9}, {"beta2", 0.99}, {"eps", 1e-8},
+                                        {"weight_decay", 0.1}, {"decoupled", decoupled ? 1.0 : 0.0}});
+}
+
+UpdateRun plain_run(float* first, std::int64_t numel) {
+  UpdateRun run = {};
   run.numel = numel;
   run.from.param = first;
   run.from.exp_avg = first + numel;
@@ -212,9 +247,9 @@ void Case::make_reference() {
   Arena arena(bytes_);
   fill(arena.base());
   const zero_opt::Kernels& kernels = zero_opt::kernels_named(isa_);
-  zero_opt::adam_step(kernels, batches(arena.base(), 1.0), {1, false});
+  zero_opt::update_step(kernels, batches(arena.base(), 1.0), {1, false});
   fill_gradients(arena.base(), 2);
-  nonfinite_ = zero_opt::adam_step(kernels, batches(arena.base(), 2.0), {1, false});
+  nonfinite_ = zero_opt::update_step(kernels, batches(arena.base(), 2.0), {1, false});
   for (const zero_opt::GradArray& grad : sums(arena.base())) {
     for (std::int64_t at = 0; at < grad.numel; at += zero_opt::kSumNumel) {
       const char* from = static_cast<const char*>(grad.data) + at * zero_opt::bytes_of(grad.format);
@@ -225,14 +260,12 @@ void Case::make_reference() {
   reference_ = arena.image();
 }
 
-std::vector<zero_opt::AdamBatch> Case::batches(char* base, double step) const {
+std::vector<zero_opt::UpdateBatch> Case::batches(char* base, double step) const {
   Places places(data(base));
-  std::vector<zero_opt::AdamBatch> found;
+  std::vector<zero_opt::UpdateBatch> found;
   for (const std::int64_t numel : scenario_.numels) {
-    zero_opt::AdamHypers hypers = kHypers;
-    hypers.lr *= static_cast<double>(found.size() + 1);
-    hypers.prediction = scenario_.prediction;
-    AdamRun run = placed(scenario_, numel, places);
+    const zero_opt::Hypers hypers = hypers_of(scenario_, 0.01 * static_cast<double>(found.size() + 1));
+    UpdateRun run = placed(scenario_, numel, places);
     if (step == 1.0) run.to = run.from;
     placed_sums(scenario_, numel, places);
     found.push_back({hypers, {{run, step, nullptr}}});
@@ -245,7 +278,7 @@ std::vector<zero_opt::GradArray> Case::sums(char* base) const {
   Places places(data(base));
   std::vector<zero_opt::GradArray> found;
   for (const std::int64_t numel : scenario_.numels) {
-    const AdamRun run = placed(scenario_, numel, places);
+    const UpdateRun run = placed(scenario_, numel, places);
     const Format format = scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32;
     found.push_back({run.from.param, format, numel, placed_sums(scenario_, numel, places)});
   }
@@ -253,8 +286,8 @@ std::vector<zero_opt::GradArray> Case::sums(char* base) const {
 }
 
 void Case::fill(char* base) const {
-  for (const zero_opt::AdamBatch& batch : batches(base, 1.0)) {
-    const AdamRun& run = batch.runs[0].run;
+  for (const zero_opt::UpdateBatch& batch : batches(base, 1.0)) {
+    const UpdateRun& run = batch.runs[0].run;
     std::vector<float> values(static_cast<std::size_t>(run.numel));
     for (std::int64_t i = 0; i < run.numel; ++i) values[static_cast<std::size_t>(i)] = chance(7, i + run.numel);
     write_floats(values.data(), run.numel, scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32,
@@ -265,8 +298,8 @@ void Case::fill(char* base) const {
 
 void Case::fill_gradients(char* base, std::uint64_t seed) const {
   std::uint64_t number = 0;
-  for (const zero_opt::AdamBatch& batch : batches(base, 1.0)) {
-    const AdamRun& run = batch.runs[0].run;
+  for (const zero_opt::UpdateBatch& batch : batches(base, 1.0)) {
+    const UpdateRun& run = batch.runs[0].run;
     std::vector<float> values(static_cast<std::size_t>(run.numel));
     for (std::int64_t i = 0; i < run.numel; ++i) {
       // In another number of places in every run, but for the second step, which has all the others finite.

@@ -23,14 +23,19 @@ struct Scenario {
   std::size_t lanes;
   bool drafted;  // the second step is a draft, to another bank, and so are sums
   bool past_caches;
-  double prediction;  // see zero_opt::AdamScalars
+  double prediction;  // see zero_opt::StepScalars
+  std::string update = "adam";
+  int arrays = 2;  // of state
 };
 
 // The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
+// Of Adam, with weight decay of 0.1.
+zero_opt::Hypers adam_hypers(double lr, bool decoupled);
+
 // A run over four arrays of floats, one after the other: param, exp_avg, exp_avg_sq, gradient.
-zero_opt::AdamRun plain_run(float* first, std::int64_t numel);
+zero_opt::UpdateRun plain_run(float* first, std::int64_t numel);
 
 // Memory that a fork shares with this process.
 class Arena {
@@ -69,7 +74,7 @@ class Case {
 
  private:
   // Of the first step, in place, or of the second.
-  std::vector<zero_opt::AdamBatch> batches(char* base, double step) const;
+  std::vector<zero_opt::UpdateBatch> batches(char* base, double step) const;
   // What sums are drafted of, which is the parameters: not all gradients are finite.
   std::vector<zero_opt::GradArray> sums(char* base) const;
   bool words_finished(const char* base, std::string& what) const;

@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_opt.kernels.adam_state import MOMENTS
+from zero_opt.kernels.functions import ADAM
 from zero_opt.kernels.slots import Slot, SlotBatch
 
 
 def batch_of(params: list[Tensor], states: list[dict[str, Any]]) -> SlotBatch:
-    made = [Slot("w", state, param, param, amsgrad=False) for param, state in zip(params, states, strict=True)]
+    made = [
+        Slot("w", state, param, param, update=ADAM, roles=MOMENTS) for param, state in zip(params, states, strict=True)
+    ]
     return SlotBatch(made, params, states)
 
 
@@ -36,9 +40,9 @@ def test_what_was_replaced_or_repointed_is_noticed(change: Callable[[Tensor, dic
     states = [state_of(param) for param in params]
     batch = batch_of(params, states)
     params[0].add_(1)
-    assert batch.holds(params, states, amsgrad=[False, False])
+    assert batch.holds(params, states, roles=[MOMENTS, MOMENTS])
     change(params[0], states[0])
-    assert not batch.holds(params, states, amsgrad=[False, False])
+    assert not batch.holds(params, states, roles=[MOMENTS, MOMENTS])
 
 
 def test_gradients_of_another_kind_are_not_taken() -> None:

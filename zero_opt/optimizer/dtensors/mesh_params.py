@@ -28,7 +28,7 @@ from ...errors import (
     UnsupportedOptimizer,
     UnsupportedParam,
 )
-from ...kernels import CPUAdam, CPUAdamW
+from ...kernels.table import NATIVE_CLASSES
 from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Measured, look, norm_dtype
@@ -316,7 +316,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
 
 def steps_apart(config: Config) -> bool:
     """Return whether this rank's parts of DTensors are stepped, or masters of them, and not the DTensors themselves."""
-    native = config.optimizer_class in (CPUAdam, CPUAdamW)  # which take no DTensors
+    native = config.optimizer_class in NATIVE_CLASSES  # which take no DTensors
     return native or config.has_masters
 
 

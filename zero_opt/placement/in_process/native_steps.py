@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ...errors import StateDictError
-from ...kernels.adam_state import ROLES, new_state
+from ...kernels.adam_state import BESIDE, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
-from ...kernels.functions import adam_hypers
 from ...kernels.runs import check_arrays
 from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
+from ...kernels.updates import NativeUpdate, given_arrays
 from ...system.devices import HOST
-from ..adam_rules import STEPPED_KEYS, require_complete, require_fitting, say_fused
+from ..adam_rules import require_complete, require_fitting, say_fused
 from ..interface import ParamState
 from .units import SliceGrads, StatesByTensor, Unit
 
@@ -34,20 +34,21 @@ def asks_for_fused(group: Mapping[str, Any]) -> bool:
 def allows_fused(group: Mapping[str, Any]) -> bool:
     """Offloaded: the group does not ask for anything else."""
     if group["fused"] is None and not group["foreach"]:
-        say_fused("CPUOffload", "Adam and AdamW", "; fused=False keeps those")
+        say_fused("CPUOffload", "what has a native update", "; fused=False keeps those")
     return group["fused"] is not False and not group["foreach"]
 
 
 class NativeSteps:
-    """Steps units of Adam and AdamW. What it keeps of a parameter is the class's own state of it.
+    """Steps units of a class that has a native update. What it keeps of a parameter is the class's own state of it.
 
     Args:
-        defaults: the class's arguments. rule: which param groups it steps.
+        update: the class's. defaults: its arguments. rule: which param groups it steps.
         threads: how many step; ``None`` is the default.
     """
 
-    def __init__(self, defaults: Mapping[str, Any], rule: FusedRule, threads: int | None) -> None:
-        self.rule, self._threads = rule, threads
+    def __init__(self, update: NativeUpdate, defaults: Mapping[str, Any], rule: FusedRule, threads: int | None) -> None:
+        self.update, self.rule, self._threads = update, rule, threads
+        self._defaults = defaults
         self._flush = bool(defaults.get("flush_denormals", False))
         self._slots: dict[int, Slot] = {}
         self._adopted: dict[int, Sequence[Any]] = {}  # by parameter: the values of its state when that fitted
@@ -64,7 +65,7 @@ class NativeSteps:
         values, adopted = state.values(), self._adopted.get(index, ())
         return len(adopted) == len(values) and all(map(is_, values, adopted))
 
-    def adopt(self, unit: Unit, position: int, state: ParamState, *, amsgrad: bool) -> None:
+    def adopt(self, unit: Unit, position: int, state: ParamState, group: Mapping[str, Any]) -> None:
         """Bring values that the user has put into a state to host memory, as fp32 where the kernel wants that.
 
         The master is left alone.
@@ -72,13 +73,15 @@ class NativeSteps:
         Raises:
             StateDictError: the kernel cannot step the state.
         """
-        known = {key: state[key] for key in STEPPED_KEYS if key in state}
-        require_fitting(unit.flats[position], unit.stepped[position].shape, known, amsgrad=amsgrad)
-        for role in ROLES:
+        roles = self.update.roles(group)
+        known = {key: state[key] for key in self.update.keys if key in state}
+        require_fitting(unit.flats[position], unit.stepped[position].shape, known, self.update, roles)
+        for role in (*self.update.arrays, *BESIDE):
             value = state.get(role)
             if isinstance(value, Tensor):
                 state[role] = value.to(HOST, torch.float32 if value.is_floating_point() else value.dtype)
-        _require_steppable(unit, position, state)
+        if not self.update.begins(state, roles):
+            self._require_steppable(unit, position, state, roles)
 
     @property
     def threads(self) -> int:
@@ -110,47 +113,57 @@ class NativeSteps:
             for number, positions in segments:
                 for gradients, alike in groupby(positions, unit.gradients.__getitem__):
                     start, stop = stop, stop + len(list(alike))
-                    hypers = adam_hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale)
+                    hypers = self.update.hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale)
                     batches.append((hypers, slice(start, stop)))
-            amsgrad = [groups[number]["amsgrad"] for number, positions in segments for _ in positions]
-            slots = self._batch(unit, grads, amsgrad, states)
+            roles = [self.update.roles(groups[number]) for number, positions in segments for _ in positions]
+            slots = self._batch(unit, grads, roles, states)
             slots.step([grad for _, grad in grads], batches, threads=threads, flush_denormals=self._flush)
+        for position, _ in grads:
+            if (slot := self._slots[unit.pieces[position].param]).first:
+                slot.direct = slot.first = False  # the next step is another run
 
-    def _batch(self, unit: Unit, grads: SliceGrads, amsgrad: list[bool], states: StatesByTensor) -> SlotBatch:
-        """The kept runs of slices, which fit their gradients; ``amsgrad``: of each."""
+    def _batch(self, unit: Unit, grads: SliceGrads, roles: list[tuple[str, ...]], states: StatesByTensor) -> SlotBatch:
+        """The kept runs of slices, which fit their gradients; ``roles``: of each."""
         positions, tensors = [position for position, _ in grads], [grad for _, grad in grads]
         params = [*map(unit.target, positions)]
-        states_now = [states[unit.stepped[position]] for position in positions]
+        states_now = [states.get(unit.stepped[position], {}) for position in positions]
         batch = self._batches.get(unit)
-        holds = batch is not None and batch.holds(params, states_now, amsgrad=amsgrad)
+        holds = batch is not None and batch.holds(params, states_now, roles=roles)
         if batch is not None and holds and (batch.knows(tensors) or batch.takes(tensors)):
             return batch
         slots = [
-            self._slot(unit, position, grad, states, amsgrad=maximum)
-            for (position, grad), maximum in zip(grads, amsgrad, strict=True)
+            self._slot(unit, position, grad, states, own) for (position, grad), own in zip(grads, roles, strict=True)
         ]
+        states_now = [states.get(unit.stepped[position], {}) for position in positions]
         batch = self._batches[unit] = SlotBatch(slots, params, states_now)
         return batch
 
-    def _slot(self, unit: Unit, position: int, grad: Tensor, states: StatesByTensor, *, amsgrad: bool) -> Slot:
+    def _slot(self, unit: Unit, position: int, grad: Tensor, states: StatesByTensor, roles: tuple[str, ...]) -> Slot:
         """The kept run of a slice, for a gradient like this."""
-        index, target = unit.pieces[position].param, unit.target(position)
-        state, slot = states[unit.stepped[position]], self._slots.get(index)
-        if slot is None or not (grad.is_contiguous() and slot.holds(state, target, grad, amsgrad)):
-            label = unit.flats[position].label
-            check_tensor(f"the gradient of {label}", grad, target.shape, GRAD_DTYPES)
-            if slot is None:
-                self._require_apart(unit)
-            if not state:
-                made = new_state(unit.stepped[position], unit.form, amsgrad=amsgrad)
-                unit.complete(position, made)
-                state.update(made)
-            require_complete(label, state, amsgrad=amsgrad)
-            try:
-                slot = self._slots[index] = Slot(label, state, target, grad, amsgrad=amsgrad)
-            except (TypeError, ValueError):
-                _require_steppable(unit, position, state)
-                raise
+        index, target, stepped = unit.pieces[position].param, unit.target(position), unit.stepped[position]
+        state, slot = states.get(stepped, {}), self._slots.get(index)
+        if slot is not None and grad.is_contiguous() and slot.holds(state, target, grad, roles):
+            return slot
+        label, update = unit.flats[position].label, self.update
+        check_tensor(f"the gradient of {label}", grad, target.shape, GRAD_DTYPES)
+        if slot is None:
+            self._require_apart(unit)
+        begins = update.begins(state, roles)
+        if begins:
+            made = new_state(update, stepped, unit.form, roles, first=update.first_value(self._defaults))
+            made = {key: value for key, value in made.items() if state.get(key) is None}
+            unit.complete(position, made)
+            if made:
+                states.setdefault(stepped, {}).update(made)
+                state = states[stepped]
+        require_complete(label, state, update, roles)
+        try:
+            first = not update.counts and (begins or (slot is not None and slot.first))
+            slot = Slot(label, state, target, grad, update=update, roles=roles, first=first)
+        except (TypeError, ValueError):
+            self._require_steppable(unit, position, state, roles)
+            raise
+        self._slots[index] = slot
         return slot
 
     def _require_apart(self, unit: Unit) -> None:
@@ -158,11 +171,10 @@ class NativeSteps:
         if not any(piece.param in self._slots for piece in unit.pieces):
             check_apart([(flat.label, tensor) for flat, tensor in zip(unit.flats, unit.stepped, strict=True)])
 
-
-def _require_steppable(unit: Unit, position: int, state: ParamState) -> None:
-    """Raise StateDictError unless the kernel can step a slice with this state."""
-    arrays = {role: state[role] for role in ROLES if role in state}
-    try:
-        check_arrays(unit.flats[position].label, {"param": unit.stepped[position], **arrays})
-    except (TypeError, ValueError) as error:
-        raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error
+    def _require_steppable(self, unit: Unit, position: int, state: ParamState, roles: Sequence[str]) -> None:
+        """Raise StateDictError unless the kernel can step a slice with this state."""
+        arrays = given_arrays(state, (*roles, *BESIDE))
+        try:
+            check_arrays(unit.flats[position].label, {"param": unit.stepped[position], **arrays}, roles)
+        except (TypeError, ValueError) as error:
+            raise StateDictError(f"opt.state was edited into what cannot be stepped: {error}") from error

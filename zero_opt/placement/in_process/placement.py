@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ...errors import UnsupportedOptimizer
 from ...kernels.adam_state import HALVES
+from ...kernels.functions import ADAM
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.same_objects import SameObjects
-from ..adam_rules import STEPPED_KEYS, require_fitting, say_without_masters
+from ..adam_rules import require_fitting, say_without_masters
 from ..compact_state import require_own_master, require_squares_of
 from ..interface import ParamState, SlicePlacement
 from ..read_through import ReadThrough
@@ -265,7 +266,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         if native is not None:
             group = self._optimizer.param_groups[unit.pieces[position].group]
             if native.can_step(unit, group):
-                native.adopt(unit, position, state, amsgrad=bool(group["amsgrad"]))
+                native.adopt(unit, position, state, group)
             else:
                 native = None
         if other or state.get("master", stepped) is not stepped:
@@ -284,8 +285,8 @@ class DevicePlacement(SlicePlacement[Unit]):
             require_own_master(unit.flats[position].label, state, unit.form)
             group = self._optimizer.param_groups[unit.pieces[position].group]
             stepped, values = unit.stepped[position], dict(state)
-            known = {key: values[key] for key in STEPPED_KEYS if key in values}
-            require_fitting(unit.flats[position], stepped.shape, known, amsgrad=bool(group["amsgrad"]))
+            known = {key: values[key] for key in ADAM.keys if key in values}
+            require_fitting(unit.flats[position], stepped.shape, known, ADAM, ADAM.roles(group))
             require_squares_of(unit.flats[position].label, known, unit.form)
             unit.take_master(position, values)
             self._optimizer.state[stepped] = unit.compact_state(position, values)

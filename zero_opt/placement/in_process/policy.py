@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...errors import UnsupportedOptimizer
+from ...kernels.functions import ADAM
+from ...kernels.table import UPDATES
 from ...layout import ParamSlice
 from ...policies import CPUOffload
 from ...sharding.buckets import GradBucket
@@ -18,7 +20,6 @@ from ...sharding.wrapped_class import steps_params_apart
 from ...system.devices import is_host
 from ...system.extension import native_available, require_native
 from ...system.shared_memory import page_aligned
-from ..adam_rules import ADAM_CLASSES
 from ..core_sharers import agree_on_threads
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
@@ -49,7 +50,7 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
             if all(param.dtype is not torch.bfloat16 for param in group["params"]):
                 continue
             require_native()
-            if cls not in ADAM_CLASSES or not self.fused_rule(group):
+            if UPDATES.get(cls) is not ADAM or not self.fused_rule(group):
                 raise UnsupportedOptimizer(
                     f"split masters are stepped by the native kernel alone, which does not step group {number} of "
                     f"{cls.__name__} (fused={group.get('fused')!r}): take Adam or AdamW with fused=True, or "
@@ -58,9 +59,10 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
 
     def native_steps(self) -> NativeSteps | None:
         """What steps by the native kernel, if there is one for the class here."""
-        if self.inputs.optimizer_class not in ADAM_CLASSES or not native_available():
+        update = UPDATES.get(self.inputs.optimizer_class)
+        if update is None or not native_available():
             return None
-        return NativeSteps(self.inputs.defaults, self.fused_rule, self.threads)
+        return NativeSteps(update, self.inputs.defaults, self.fused_rule, self.threads)
 
 
 def add_slice(

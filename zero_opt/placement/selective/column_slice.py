@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.adam_state import follow_param, new_state
+from ...kernels.functions import ADAM
 from ...layout import ParamSlice
 from ...policies import AdamState
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.devices import HOST
 from ...system.readable_pages import require_readable, require_writable
-from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
+from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, state_keys
 from ..interface import ParamState
 from ..masters import FollowedParams
 from .column_step import step_selected
@@ -161,7 +162,7 @@ class ColumnSlice(FollowedParams):
     def state_at_home(self, saved: Mapping[str, Any], *, amsgrad: bool) -> dict[str, Any]:
         """A loaded state for the inner placement; what is missing is zeros or, of the master, the parameter."""
         self.flat.load()
-        state = new_state(self.param_run(0).to(HOST), AdamState(), amsgrad=amsgrad)
+        state = new_state(ADAM, self.param_run(0).to(HOST), AdamState(), state_keys(amsgrad=amsgrad))
         for key, value in state.items():
             if key in saved and key != "step":
                 value.copy_(self._run_of(saved[key]))

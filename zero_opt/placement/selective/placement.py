@@ -19,10 +19,11 @@ from torch import Tensor
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels import adam_update_
+from ...kernels.functions import ADAM
 from ...policies import AdamState, Selective
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
-from ..adam_rules import WINDOW, require_fitting, say_without_masters
+from ..adam_rules import WINDOW, require_fitting, say_without_masters, state_keys
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
@@ -60,7 +61,7 @@ class SelectivePlacement(Placement):
         threads: int | None,
     ) -> None:
         self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
-        native = NativeSteps(defaults, lambda _: True, threads)
+        native = NativeSteps(ADAM, defaults, lambda _: True, threads)
         units = DeviceUnits(AdamState(master="float32"), small_members)
         self._small = DevicePlacement(optimizer_class, defaults, units, native)
         flush_denormals = bool(defaults.get("flush_denormals", False))
@@ -174,7 +175,7 @@ class SelectivePlacement(Placement):
             )
         saved = {} if state is None else dict(state)
         amsgrad = self._amsgrad[column_slice.group]
-        require_fitting(column_slice.flat, column_slice.part(0).shape, saved, amsgrad=amsgrad)
+        require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, state_keys(amsgrad=amsgrad))
         self._load_slice(index, saved, column_slice.columns.chosen)
         shown.forget()
         return state is not shown

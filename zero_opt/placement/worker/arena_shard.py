@@ -160,7 +160,7 @@ class ArenaShard(StateShard):
         if self.grads_in_arena:
             self.bucket.lend()
 
-    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[native.AdamRun, int]]:
+    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[native.UpdateRun, int]]:
         """Native runs over these slices, each from one bank of state to the other if there is one; their gradients."""
         home = self.grads
         for where, step, bank in self._neighbors(positions):

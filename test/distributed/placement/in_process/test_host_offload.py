@@ -33,8 +33,17 @@ zero_opt.register_elementwise(OneByOne)
 CASES = {
     "adamw, fused": (case(torch.optim.AdamW, SECOND, fused=True), case(zero_opt.CPUAdamW, SECOND)),
     "adam, loop": (case(torch.optim.Adam, SECOND, foreach=False, fused=False),) * 2,
-    "sgd": (case(torch.optim.SGD, SECOND, momentum=0.9, lr=0.1),) * 2,
-    "adagrad": (case(torch.optim.Adagrad, SECOND),) * 2,
+    "sgd": (
+        case(torch.optim.SGD, SECOND, momentum=0.9, lr=0.1),
+        case(zero_opt.CPUSGD, SECOND, momentum=0.9, lr=0.1),
+    ),
+    "sgd, no momentum": (case(torch.optim.SGD, SECOND, fused=True), case(zero_opt.CPUSGD, SECOND)),
+    "adagrad": (
+        case(torch.optim.Adagrad, SECOND, initial_accumulator_value=0.1),
+        case(zero_opt.CPUAdagrad, SECOND, initial_accumulator_value=0.1),
+    ),
+    "adagrad, loop": (case(torch.optim.Adagrad, SECOND, foreach=False, fused=False),) * 2,
+    "lion": (case(zero_opt.CPULion, SECOND),) * 2,
     "other's": (case(OneByOne, SECOND),) * 2,
 }
 
@@ -70,7 +79,7 @@ def test_halves_have_the_bits_of_masters_on_the_device(
     cls: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients in two dtypes, and an edit of a parameter."""
-    kwargs: dict[str, Any] = {"fused": True} if cls is torch.optim.AdamW else {"momentum": 0.9}
+    kwargs: dict[str, Any] = {"fused": True, **({} if cls is torch.optim.AdamW else {"momentum": 0.9})}
     for reduce_dtype in (None, torch.float32):
         precision = zero_opt.MixedPrecision(torch.float32, reduce_dtype)
         found = []

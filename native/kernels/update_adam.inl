@@ -1,23 +1,10 @@
-// What a step does to one element, whatever its arrays' formats are and whoever reads and writes them: the one template
-// argument that a loop has for it. Included once by each isa_*.cpp, by adam.inl.
-//
-// An update is a class with ``step`` and with a constant for each array of state that not all of them have. Another
-// optimizer is another such class, and a line in with_update.
+// Adam and AdamW.
 #pragma once
 
-#include "kernels/fma.inl"
-#include "kernels/kernels.hpp"
+#include "kernels/update_element.inl"
 
 namespace zero_opt {
 namespace {
-
-// Value is a float, or a vector of floats: then what is said of an element is of as many.
-template <typename Value>
-inline Value all(float value) {
-  return value - Value{};
-}
-
-inline float root(float value) { return __builtin_sqrtf(value); }
 
 // a / divisor, rounded once, given reciprocal = 1 / divisor rounded once. The divisor must be in [2^-64, 1] and a
 // no smaller than 2^-75 unless it is zero: then nothing here is subnormal. kFinite: who calls discards what comes of an
@@ -39,10 +26,17 @@ inline Value divide(Value a, Value divisor, Value reciprocal) {
 #endif
 }
 
-// The state of one element.
-template <typename Value>
-struct Element {
-  Value param, exp_avg, exp_avg_sq, max_exp_avg_sq;
+struct AdamScalars {
+  float step_size;              // lr / (1 - beta1^t)
+  float bias_correction2_sqrt;  // sqrt(1 - beta2^t)
+  float reciprocal;             // 1 / that
+  float decay;                  // 1 - lr * weight_decay; 1 when the decay is not decoupled
+  float has_l2;                 // 1 if weight_decay is added to the gradient, else 0
+  float l2;                     // of which this is the factor; it may have underflowed to 0
+  float weight1;                // 1 - beta1
+  float weight2;                // 1 - beta2
+  float beta2;
+  float eps;
 };
 
 // One Adam step (Kingma and Ba 2015, algorithm 1) with decoupled decay (Loshchilov and Hutter 2019,
@@ -53,11 +47,12 @@ struct Element {
 // gradient. The choices are template parameters so that no loop carries a test.
 template <bool kL2, bool kAmsgrad, bool kTurned>
 struct AdamUpdate {
-  static constexpr bool kMaximum = kAmsgrad;  // whether max_exp_avg_sq is read and written
+  using Scalars = AdamScalars;
+  static constexpr int kArrays = kAmsgrad ? 3 : 2;
 
   // kFinite: see divide.
   template <bool kFinite = false, typename Value>
-  static inline Element<Value> step(const AdamScalars& s, Value g, const Element<Value>& old) {
+  static inline Element<Value> step(const Scalars& s, Value g, const Element<Value>& old) {
     Element<Value> stepped = decayed(s, g, old);
     stepped.param = moved(s, stepped, denominator<kFinite>(s, stepped));
     return stepped;
@@ -66,7 +61,7 @@ struct AdamUpdate {
   // The parts of a step, for a loop that does something else between them. The new state, with a param that has not been
   // moved; with no maximum, max_exp_avg_sq is exp_avg_sq.
   template <typename Value>
-  static inline Element<Value> decayed(const AdamScalars& s, Value g, const Element<Value>& old) {
+  static inline Element<Value> decayed(const Scalars& s, Value g, const Element<Value>& old) {
     if constexpr (kL2) g = fma32(old.param, all<Value>(s.l2), g);
     const Value p = old.param * s.decay;
     const Value turn = g - old.exp_avg;
@@ -80,13 +75,13 @@ struct AdamUpdate {
   }
 
   template <bool kFinite, typename Value>
-  static inline Value denominator(const AdamScalars& s, const Element<Value>& decayed) {
+  static inline Value denominator(const Scalars& s, const Element<Value>& decayed) {
     const Value rooted = root(decayed.max_exp_avg_sq);
     return divide<kFinite>(rooted, all<Value>(s.bias_correction2_sqrt), all<Value>(s.reciprocal)) + s.eps;
   }
 
   template <typename Value>
-  static inline Value moved(const AdamScalars& s, const Element<Value>& decayed, Value denominator) {
+  static inline Value moved(const Scalars& s, const Element<Value>& decayed, Value denominator) {
     return decayed.param - s.step_size * decayed.exp_avg / denominator;
   }
 };
@@ -96,22 +91,49 @@ using UsualUpdate = AdamUpdate<false, false, false>;
 
 inline bool starts_from_moment(const AdamScalars& s) { return s.weight1 < 0.5f; }
 
-inline bool is_usual(const AdamScalars& s, bool maximum) { return !s.has_l2 && !maximum && starts_from_moment(s); }
-
 // Calls ``use`` with the step's update, whose lerps are turned or not.
 template <bool kTurned, typename Use>
-inline auto with_update_of(const AdamScalars& s, bool maximum, const Use& use) {
-  if (s.has_l2) {
+inline auto with_adam_of(const AdamScalars& s, bool maximum, const Use& use) {
+  if (s.has_l2 != 0.0f) {
     return maximum ? use(AdamUpdate<true, true, kTurned>()) : use(AdamUpdate<true, false, kTurned>());
   }
   return maximum ? use(AdamUpdate<false, true, kTurned>()) : use(AdamUpdate<false, false, kTurned>());
 }
 
-// Calls ``use`` with the step's update.
-template <typename Use>
-inline auto with_update(const AdamScalars& s, bool maximum, const Use& use) {
-  return starts_from_moment(s) ? with_update_of<false>(s, maximum, use) : with_update_of<true>(s, maximum, use);
-}
+struct Adam {
+  static constexpr const char* kName = "adam";
+  static constexpr const char* kHypers[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
+  static constexpr const char* kArrays[] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  using Scalars = AdamScalars;
+
+  struct Hypers {
+    double lr, beta1, beta2, eps, weight_decay, decoupled;
+  };
+
+  // But for the maximum, which is there or not.
+  static inline int arrays(const Hypers&) { return 2; }
+
+  static inline Scalars scalars(const Hypers& h, double step) {
+    const bool decoupled = h.decoupled != 0.0;
+    Scalars s = {};
+    s.step_size = static_cast<float>(h.lr / (1.0 - __builtin_pow(h.beta1, step)));
+    s.bias_correction2_sqrt = static_cast<float>(__builtin_sqrt(1.0 - __builtin_pow(h.beta2, step)));
+    s.reciprocal = 1.0f / s.bias_correction2_sqrt;
+    s.decay = decoupled ? static_cast<float>(1.0 - h.lr * h.weight_decay) : 1.0f;
+    s.has_l2 = !decoupled && h.weight_decay != 0.0 ? 1.0f : 0.0f;
+    s.l2 = static_cast<float>(h.weight_decay);
+    s.weight1 = static_cast<float>(1.0 - h.beta1);
+    s.weight2 = static_cast<float>(1.0 - h.beta2);
+    s.beta2 = static_cast<float>(h.beta2);
+    s.eps = static_cast<float>(h.eps);
+    return s;
+  }
+
+  template <typename Use>
+  static inline auto with_update(const Scalars& s, int arrays, const Use& use) {
+    return starts_from_moment(s) ? with_adam_of<false>(s, arrays > 2, use) : with_adam_of<true>(s, arrays > 2, use);
+  }
+};
 
 }  // namespace
 }  // namespace zero_opt

@@ -1,0 +1,141 @@
+"""One step of every native update on the CPU, beside torch's fused one and the time to read and write as many bytes.
+
+    python docs/benchmarks/updates.py [--write docs/benchmarks/results/]
+
+Rounds alternate between contenders, whose arrays lie in the same memory, so that all meet the same machine; medians
+count, of each round's ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.contenders import PAGES_BYTES, Contender, Contenders, Place
+from support.machine import command, load, machine, today, write_result
+from torch.nn import Parameter
+
+import zero_opt
+from zero_opt import _native
+
+SCRIPT = "docs/benchmarks/updates.py"
+SETTLE_S, PLACES, MOVING = 0.05, 3, "reading and writing as much"
+AIM = 1.05
+Make = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+def updates(threads: int) -> dict[str, tuple[int, Make, Make | None]]:
+    """By name: how many arrays of state, ours, and torch's fused one if there is one."""
+    own: dict[str, Any] = {"threads": threads}
+    momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    return {
+        "SGD": (
+            0,
+            lambda params: zero_opt.CPUSGD(params, lr=1e-3, **own),
+            lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
+        ),
+        "SGD with momentum": (
+            1,
+            lambda params: zero_opt.CPUSGD(params, **momentum, **own),
+            lambda params: torch.optim.SGD(params, **momentum, fused=True),
+        ),
+        "Adagrad": (
+            1,
+            lambda params: zero_opt.CPUAdagrad(params, **own),
+            lambda params: torch.optim.Adagrad(params, fused=True),
+        ),
+        "Lion": (1, lambda params: zero_opt.CPULion(params, **own), None),
+        "AdamW": (
+            2,
+            lambda params: zero_opt.CPUAdamW(params, **own),
+            lambda params: torch.optim.AdamW(params, fused=True),
+        ),
+    }
+
+
+def moving(numel: int, arrays: int, place: Place) -> Contender:
+    """Reads the gradient, reads and writes the param and the state, and does as little with them as can be."""
+    room = place.room()
+    grad, written = room.take(numel), [room.take(numel) for _ in range(1 + arrays)]
+
+    def step() -> None:
+        for tensor in written:
+            tensor.neg_()
+        grad.sum()
+
+    return Contender(step, room)
+
+
+def contenders(numel: int, arrays: int, ours: Make, theirs: Make | None, place: Place) -> Contenders:
+    """Steps of one update."""
+    made: Contenders = {}
+    for name, make in (("zero_opt", ours), ("torch fused", theirs)):
+        if make is not None:
+            room = place.room()
+            optimizer = make([room.param(numel)])
+            room.move_state(optimizer)
+            made[name] = Contender(optimizer.step, room)
+    return made | {MOVING: moving(numel, arrays, place)}
+
+
+def measure(numel: int, arrays: int, ours: Make, theirs: Make | None, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every contender in every round, in several places; in each a round comes first, uncounted."""
+    times: dict[str, list[float]] = {}
+    for place in [Place((8 + 4 * arrays) * numel + PAGES_BYTES) for _ in range(PLACES)]:
+        made = contenders(numel, arrays, ours, theirs, place)
+        for number in range(-(-rounds // PLACES) + 1):
+            for name, contender in made.items():
+                contender.prepare()
+                time.sleep(SETTLE_S)
+                begin = time.perf_counter()
+                contender.step()
+                if number:
+                    times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def row(name: str, times: dict[str, list[float]]) -> str:
+    """Medians, and the medians of the rounds' ratios."""
+
+    def ratio(unit: str) -> str:
+        pairs = zip(times["zero_opt"], times.get(unit, ()))
+        found = [a / b for a, b in pairs]
+        return f"{statistics.median(found):.2f}" if found else ""
+
+    middle = [f"{statistics.median(times[key]):.1f}" if key in times else "" for key in ("zero_opt", "torch fused")]
+    return f"| {name} | {middle[0]} | {middle[1]} | {ratio('torch fused')} | {ratio(MOVING)} |"
+
+
+def main() -> None:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mi", type=float, default=64, help="size, in 2^20 elements")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    arguments = parser.parse_args()
+    numel = int(arguments.mi * 2**20)
+    torch.set_num_threads(arguments.threads)
+    lines = [f"### Native updates on the CPU, {today()}", "", f"`{command(SCRIPT)}`", ""]
+    lines += [f"{machine()}; kernels {_native.isa()}; {load()}.", ""]
+    lines += [
+        f"fp32, {arguments.mi:g} Mi elements, {arguments.threads} threads. At most {AIM} times as long as {MOVING}"
+    ]
+    lines += ["is the aim, and no longer than torch.", ""]
+    lines += ["| update | ms, median | torch fused | of torch's time | of the time of " + MOVING + " |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for name, (arrays, ours, theirs) in updates(arguments.threads).items():
+        lines.append(row(name, measure(numel, arrays, ours, theirs, arguments.rounds)))
+    text = "\n".join(lines)
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "updates", text)
+
+
+if __name__ == "__main__":
+    main()
