@@ -32,6 +32,7 @@ from .policies import (
 from .tools import bench as benching
 from .tools import doctor
 from .tools.compare_ranks import print_comparison
+from .tools.drawing import require_drawable
 from .tools.estimate import MOST_RANKS_PER_HOST, estimate
 from .tools.plan import Machines, as_json, as_picture, as_table, plan
 
@@ -149,6 +150,7 @@ def _add_plan(plans: argparse.ArgumentParser) -> None:
 
 
 def _print_plan(given: argparse.Namespace) -> None:
+    require_drawable(given.plot)
     per_host = min(MOST_RANKS_PER_HOST, given.world) if given.ranks_per_host is None else given.ranks_per_host
     sizes = given.device_memory, given.host_memory, given.disk
     machines = Machines(given.device, given.world, per_host, *sizes)
@@ -174,6 +176,7 @@ def _add_bench(benches: argparse.ArgumentParser) -> None:
 
 
 def _print_bench(given: argparse.Namespace) -> None:
+    require_drawable(given.plot)
     names = ("numel", "ranks", "rows", "seconds", "param_dtype", "device", "path")
     measured = benching.run(benching.Bench(**{name: getattr(given, name) for name in names}), benching.progress)
     print(json.dumps([vars(one) for one in measured], indent=2) if given.json else benching.report(measured))

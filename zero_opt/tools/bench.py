@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import re
 import statistics
@@ -64,8 +65,10 @@ class Bench:
     def __post_init__(self) -> None:
         check_integer("ranks", self.ranks)
         check_integer("rows", self.rows)
-        if not self.numel >= 1:
+        if not 1 <= self.numel < math.inf:
             raise ConfigError(f"the number of elements must be positive, got {self.numel:g}")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError(f"seconds must be positive and finite, got {self.seconds:g}")
         if not is_host(torch.device(self.device)) and self.ranks > torch.accelerator.device_count():
             raise ConfigError(f"{self.ranks} ranks need as many {self.device} devices; there are fewer: pass --ranks")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -222,3 +223,24 @@ def test_a_rank_without_threads_to_serve_its_state_is_an_error_on_all(which: str
         "can't start new thread",
         "rank 1: can't start new thread",
     ]
+
+
+@pytest.mark.parametrize("where", ["none", "masters", "CPUOffload", "WorkerOffload", "NVMeOffload", "Selective"])
+def test_state_of_a_rank_alone_can_be_read_after_close(where: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "none": {},
+        "masters": {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
+        "CPUOffload": {"offload": zero_opt.CPUOffload()},
+        "WorkerOffload": {"offload": zero_opt.WorkerOffload()},
+        "NVMeOffload": {"offload": zero_opt.NVMeOffload(tmp_path)},
+        "Selective": {"offload": zero_opt.CPUOffload(selective=zero_opt.Selective())},
+    }[where]
+    params = [nn.Parameter(torch.ones(8, 40).bfloat16()), nn.Parameter(torch.ones(70).bfloat16())]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, fused=True, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    assert len(before["state"]) == 2
+    optimizer.close()
+    assert_bitwise(optimizer.state_dict(), before)

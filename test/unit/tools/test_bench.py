@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,10 @@ def test_a_rank_that_fails_ends_the_run() -> None:
         run(Bench(1e4, rows=1, seconds=0.1, path="/nowhere/at/all"))
 
 
-@pytest.mark.parametrize("given", [{"numel": 0.0}, {"numel": 1e4, "ranks": 0}, {"numel": 1e4, "rows": 0}])
+NUMBERS = ({"numel": 0.0}, {"numel": math.inf}, {"ranks": 0}, {"rows": 0}, *({"seconds": s} for s in (0, -1, math.inf)))
+
+
+@pytest.mark.parametrize("given", [*NUMBERS, {"seconds": math.nan}])
 def test_mistakes(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Bench(**given)
+        Bench(**{"numel": 1e4, **given})

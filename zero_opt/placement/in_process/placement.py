@@ -344,11 +344,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def close(self) -> None:
-        self._places.clear()
-        self._units.clear()
-        self._held.forget()
-        self._listed.clear()
-        self._make_units.close()
+        self._make_units.close()  # state stays readable
 
 
 def _searchable(ids: list[int]) -> Sequence[int]:

@@ -120,6 +120,8 @@ class _Child:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
         for fd in (self.pidfd, self._stderr):
             os.close(fd)
+        if code == 0:  # also where the program ignores SIGCHLD, or has reaped it
+            return "exit status 0, or unknown"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
