@@ -17,6 +17,8 @@ from ..sharding.late_params import Unwatched, is_late
 from ..system.frames import inside_function
 from ..system.inference_mode import outside_inference_mode
 
+_in_inference_mode = torch.is_inference_mode_enabled
+
 
 class ArrivalHooks:
     """Hooks that call ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
@@ -33,7 +35,8 @@ class ArrivalHooks:
         """Hook ``param``, unless it is hooked already."""
         if index in self._handles:
             return
-        hook, frozen = partial(_announce, self._owner, self._arrived, index), not param.requires_grad
+        kind = None if is_late(param) else type(param)
+        hook, frozen = partial(_announce, self._owner, self._arrived, index, kind), not param.requires_grad
         # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
@@ -62,19 +65,19 @@ def _untraced(function: Any) -> Any:
 
 @_untraced  # a backward inside torch.compile would trace it
 def _announce(
-    owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, param: Tensor
+    owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, kind: type | None, param: Tensor
 ) -> None:
     there = owner()
     if there is None:
         return
-    if is_late(param):
+    if type(param) is kind and not _in_inference_mode():  # as nearly always, where each call is a tenth of the hook
+        arrived(there, index)
+    elif is_late(param):
         with Unwatched(), outside_inference_mode():
             arrived(there, index)
-    elif torch.is_inference_mode_enabled():
+    else:
         with outside_inference_mode():
             arrived(there, index)
-    else:  # as nearly always, where even an empty context is a tenth of the hook
-        arrived(there, index)
 
 
 class BackwardPasses:
