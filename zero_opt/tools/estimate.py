@@ -29,7 +29,8 @@ from .memory_rows import Row, Sizing, steps_alone
 _MOST_BUCKETS = 1 << 18
 # The default: as many as hosts of a cluster usually have accelerators.
 MOST_RANKS_PER_HOST = 8
-_MOST_RANKS = 2**31 - 1
+# A rank takes some milliseconds.
+_MOST_RANKS = 1 << 16
 
 PLACES = ("device", "host", "nvme")
 _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

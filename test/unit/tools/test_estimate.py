@@ -209,6 +209,7 @@ def test_classes_of_others() -> None:
         ((10**400, 2), {}, ConfigError, "whole number"),
         ((True, 2), {}, ConfigError, "whole number"),
         ((100, 0), {}, ConfigError, "world_size"),
+        ((100, 10**9), {}, ConfigError, "world_size must be at most 65536"),
         ((100, 2.0), {}, ConfigTypeError, "world_size"),
         ((100, True), {}, ConfigTypeError, "world_size"),
         (("7e9", 2), {}, ConfigTypeError, "number"),
