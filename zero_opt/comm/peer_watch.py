@@ -232,7 +232,7 @@ class Watch:
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
         others = " and ".join(f"rank {rank}" for rank in missing)
-        return f"rank {self._rank} called {self.call}, {others} did not"
+        return f"rank {self._rank} called {self.call}, {others} did not of this optimizer"
 
     def hung(self, ranks: Sequence[int], seconds: float, waiting: str = "") -> PeerSilent | None:
         """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
@@ -490,7 +490,7 @@ class _Wait(Stops):
             self._warned = True
             missing = watch.missing()
             who, last = watch.name(missing) or "another rank", watch.last(missing)
-            last += f": {watch.alone(missing)}" if missing else ""
+            last += f": {watch.alone(missing)}; do all step several optimizers in one order?" if missing else ""
             log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         super().look()
 
