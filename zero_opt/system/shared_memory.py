@@ -206,6 +206,19 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
+def descriptor_errors(what: str) -> Iterator[None]:
+    """Within it, that the system refuses a file descriptor is an OutOfResources."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTORS:
+            raise
+        raise OutOfResources(
+            f"{what} needs a file descriptor ({error}); raise the limit of {DESCRIPTOR_LIMIT}"
+        ) from error
+
+
+@contextlib.contextmanager
 def memory_errors(nbytes: int, what: str) -> Iterator[None]:
     """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory.
 
@@ -213,12 +226,9 @@ def memory_errors(nbytes: int, what: str) -> Iterator[None]:
         OutOfMemory: it does. OutOfResources: it refuses a file descriptor for the memory.
     """
     try:
-        yield
+        with descriptor_errors(what):
+            yield
     except (OSError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
-            raise OutOfResources(
-                f"{what} needs a file descriptor ({error}); raise the limit of {DESCRIPTOR_LIMIT}"
-            ) from error
         if isinstance(error, OSError) and error.errno not in _REFUSED:
             raise
         raise OutOfMemory(

@@ -25,7 +25,14 @@ from ...policies import WorkerOffload
 from ...system.background_thread import SerialThread
 from ...system.extension import native
 from ...system.log import log
-from ...system.shared_memory import GrowingArena, above_stdio, memory_errors, require_memory
+from ...system.shared_memory import (
+    NO_DESCRIPTORS,
+    GrowingArena,
+    above_stdio,
+    descriptor_errors,
+    memory_errors,
+    require_memory,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +71,7 @@ class _Child:
         self._owner, self.generation = os.getpid(), generation
         if not sys.executable:
             raise WorkerFailed("cannot start a worker: sys.executable does not name a Python interpreter")
-        with contextlib.ExitStack() as undo:
+        with descriptor_errors("a worker process"), contextlib.ExitStack() as undo:
             try:
                 self._stderr = above_stdio(os.memfd_create("zero_opt worker stderr", os.MFD_CLOEXEC))
                 undo.callback(os.close, self._stderr)
@@ -81,6 +88,8 @@ class _Child:
                 self.pid = self._popen.pid
                 self.pidfd = above_stdio(os.pidfd_open(self.pid))  # our child, and not reaped: the pid is its own
             except OSError as error:
+                if error.errno in NO_DESCRIPTORS:
+                    raise
                 raise WorkerFailed(f"cannot start a worker: {error}") from error
             undo.pop_all()
         self._poll = select.poll()

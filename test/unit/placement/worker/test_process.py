@@ -22,7 +22,7 @@ import torch
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
 from test.support.worker_trainer import NUMEL, ROLES, Trainer, gone
-from zero_opt import OutOfMemory, WorkerDied, WorkerFailed
+from zero_opt import OutOfMemory, OutOfResources, WorkerDied, WorkerFailed
 from zero_opt.placement.worker import process as worker_process
 from zero_opt.system import shared_memory
 
@@ -196,6 +196,22 @@ def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("sys.executable", executable)
         with pytest.raises(WorkerFailed, match="cannot start a worker"):
             Trainer()
+
+
+def test_a_successor_without_descriptors_names_the_limit(trainers: Callable[..., Trainer]) -> None:
+    trainer = trainers(max_deaths=3)
+    victim = trainer.pid
+    os.kill(victim, signal.SIGKILL)
+    assert gone(victim)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sequence = trainer.submit()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OutOfResources, match=r"a worker process needs a file descriptor .*'ulimit -n'"):
+            trainer.worker.wait(sequence)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    trainer.worker.wait(sequence)
 
 
 def test_deaths_at_one_place_are_an_error_and_nothing_is_lost(
