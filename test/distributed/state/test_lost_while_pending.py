@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import zero_opt
 from test.support.harness import run_processes
@@ -59,3 +60,22 @@ def test_it_names_the_rank_that_has_left(world_size: int, how: str, call: str) -
             r"rank 1 (\(pid \d+\) )?has ended" if how == "killed" else "rank 1 has closed this optimizer after step 2"
         )
         assert re.match(f"(a step is pending, and flush|this rank's state is that of no step).*: {left}", said), said
+
+
+def _read_afterwards(rank: int, world_size: int) -> str:
+    params, optimizer = make_stepped(3, offload=zero_opt.WorkerOffload(delay=1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zero_opt.PeerLost):
+        optimizer.flush()
+    with torch.no_grad(), pytest.raises(zero_opt.StepPending) as caught:
+        params[0].clone()
+    optimizer.close()
+    with torch.no_grad():
+        assert params[0].clone().isfinite().all()
+    return str(caught.value)
+
+
+def test_a_read_afterwards_is_told_to_close() -> None:
+    said = run_processes(2, _read_afterwards, expect_errors=True)[0]
+    assert "a rank is lost: close()" in said and "flush" not in said
