@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import OutOfMemory, OutOfResources, mib
 from .failures import on_failure
+from .log import log
 
 PAGE = mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -42,6 +43,16 @@ def above_stdio(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
+
+
+def close_own(fd: int) -> None:
+    """Close a descriptor of ours. One that the program has closed, with others it does not know, is a warning."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        log.warning("the program has closed file descriptor %d, which is zero_opt's (os.closerange, say)", fd)
 
 
 def _mapped(fd: int, nbytes: int) -> Tensor:
@@ -79,7 +90,7 @@ class Arena:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.close = weakref.finalize(self, os.close, fd)
+        self.close = weakref.finalize(self, close_own, fd)
         self._map()
 
     def _map(self) -> None:

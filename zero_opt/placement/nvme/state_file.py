@@ -24,7 +24,7 @@ from torch import Tensor
 from ...errors import StorageFailed, StorageFull, mib
 from ...system.log import log
 from ...system.readable_pages import require_writable
-from ...system.shared_memory import above_stdio
+from ...system.shared_memory import above_stdio, close_own
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
 BLOCK_BYTES = 4096
@@ -90,7 +90,7 @@ class StateFile:
             "; NVMeOffload(path) takes a directory that exists and can be written to",
         ):
             self._fd = above_stdio(_open(self.folder))
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, close_own, self._fd)
         self._close.atexit = False  # a transfer may be under way, and the number be given to another file
         self._set_direct(True)
         self.kind = filesystem_of(self._fd)

@@ -29,6 +29,7 @@ from ...system.shared_memory import (
     NO_DESCRIPTORS,
     GrowingArena,
     above_stdio,
+    close_own,
     descriptor_errors,
     memory_errors,
     require_memory,
@@ -128,7 +129,7 @@ class _Child:
         except subprocess.TimeoutExpired:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
         for fd in (self.pidfd, self._stderr):
-            os.close(fd)
+            close_own(fd)
         if code == 0:  # also where the program ignores SIGCHLD, or has reaped it
             return "exit status 0, or unknown"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -195,7 +196,7 @@ class _Handles:
         except WorkerFailed as error:
             log.warning("%s", error)
         for fd in (self.wake, self.done, self.own_pidfd):
-            os.close(fd)
+            close_own(fd)
 
 
 class WorkerProcess:

@@ -198,6 +198,18 @@ def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
             Trainer()
 
 
+def test_descriptors_that_the_program_has_closed_do_not_keep_it_from_closing(
+    trainers: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainers()
+    worker, victim = trainer.worker, trainer.pid
+    for fd in (worker.arena.fd, worker._handles.wake, worker._handles.done):
+        os.close(fd)
+    worker.close()
+    assert gone(victim)
+    assert caplog.text.count("the program has closed file descriptor") == 3
+
+
 def test_a_successor_without_descriptors_names_the_limit(trainers: Callable[..., Trainer]) -> None:
     trainer = trainers(max_deaths=3)
     victim = trainer.pid
