@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,6 +59,15 @@ _STDERR_BYTES = 2000
 def control_nbytes(threads: int, runs: int = _MAX_RUNS) -> int:
     """Bytes of the control area of a worker with so many threads; those in use if its steps have so many runs."""
     return native.control_nbytes(_LANES_PER_THREAD * threads, runs)
+
+
+@contextlib.contextmanager
+def _waking() -> Iterator[None]:
+    """Within it, that a worker cannot be woken is a WorkerFailed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerFailed(f"{error}; has the program closed zero_opt's file descriptors (os.closerange)?") from error
 
 
 class _Child:
@@ -326,9 +335,9 @@ class WorkerProcess:
             ValueError: something that the worker cannot do, before anything was submitted.
         """
         self.require_not_forked()
-        return self.control.submit(
-            batches, self._handles.wake, flush_denormals=flush_denormals, past_caches=past_caches
-        )
+        wake = self._handles.wake
+        with _waking():
+            return self.control.submit(batches, wake, flush_denormals=flush_denormals, past_caches=past_caches)
 
     def draft(self, batches: Sequence[RunBatch], *, flush_denormals: bool = False) -> int:
         """Have the worker make runs from bank to bank, on any one thread at a time; returns ``control.drafted``.
@@ -338,7 +347,8 @@ class WorkerProcess:
         Raises:
             ValueError: something that the worker cannot do. OverflowError: no room until it has done more.
         """
-        return self.control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
+        with _waking():
+            return self.control.draft(batches, self._handles.wake, flush_denormals=flush_denormals)
 
     def draft_sums(self, grads: Sequence[Tensor], sums: Sequence[Tensor], *, flush_denormals: bool = False) -> int:
         """Have the worker sum squares, among the drafts, for :func:`grad_squares`; returns ``control.drafted``.
@@ -351,7 +361,8 @@ class WorkerProcess:
         """
         arrays = [(grad.data_ptr(), DTYPE_NAMES[grad.dtype], grad.numel()) for grad in grads]
         squares = [array.data_ptr() for array in sums]
-        return self.control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
+        with _waking():
+            return self.control.draft_sums(arrays, squares, self._handles.wake, flush_denormals=flush_denormals)
 
     def wait_drafts(self, drafts: int) -> None:
         """As :meth:`wait`, until so many drafts have been made, or were void."""

@@ -205,6 +205,8 @@ def test_descriptors_that_the_program_has_closed_do_not_keep_it_from_closing(
     worker, victim = trainer.worker, trainer.pid
     for fd in (worker.arena.fd, worker._handles.wake, worker._handles.done):
         os.close(fd)
+    with pytest.raises(WorkerFailed, match=r"Bad file descriptor; has the program closed"):
+        trainer.submit()
     worker.close()
     assert gone(victim)
     assert caplog.text.count("the program has closed file descriptor") == 3
