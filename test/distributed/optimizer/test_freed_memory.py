@@ -12,7 +12,7 @@ from torch import nn
 import zero_opt
 from test.support.harness import run_processes
 
-MATRICES, WIDTH = 12, 1024  # of 4 MiB each
+MATRICES, WIDTH = 32, 1024  # of 4 MiB each
 
 
 def _faults_per_step(rank: int, world_size: int, reduction: str) -> float:
@@ -33,9 +33,7 @@ def _faults_per_step(rank: int, world_size: int, reduction: str) -> float:
 
 
 @pytest.mark.parametrize("reduction", ["Overlapped", "AtStep"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_are_made_where_others_were(world_size: int, reduction: str) -> None:
-    """All would be a thousand pages each."""
-    pages = MATRICES * WIDTH * WIDTH * 4 // resource.getpagesize()
-    for faults in run_processes(world_size, partial(_faults_per_step, reduction=reduction)):
-        assert faults < pages / 10
+def test_gradients_are_made_where_others_were(reduction: str) -> None:
+    """Of the 64 matrices of two ranks, glibc still gives a block or two back to the system."""
+    pages = 4.5 * WIDTH * WIDTH * 4 / resource.getpagesize()
+    assert sum(run_processes(2, partial(_faults_per_step, reduction=reduction))) < pages

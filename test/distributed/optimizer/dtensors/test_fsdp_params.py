@@ -144,7 +144,7 @@ def _left_behind(rank: int, world_size: int, offload: Any, before: int, way: str
     found = []
     for replaced in (True, False):
         net = Net()
-        opt = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, offload=offload)
+        opt = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, fused=False, offload=offload)
         for step in range(before + 2):
             if replaced and step == before and way == "fully_shard":
                 fully_shard(net, mesh=mesh_of((world_size,)))
