@@ -13,8 +13,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +23,11 @@ from support.contenders import (
     ELEMENT_BYTES,
     FORMS,
     MOVING,
-    PAGES_BYTES,
     READING,
-    Contenders,
-    Place,
+    Times,
     bytes_moved,
     fp32_contenders,
+    measure,
     pipeline_contenders,
     reduced_bytes,
     reduced_contenders,
@@ -40,29 +37,7 @@ from support.machine import command, load, machine, today, write_result
 from zero_opt import _native
 
 SCRIPT = "docs/benchmarks/adam.py"
-Times = dict[str, list[float]]
-# OpenMP's threads go on spinning for a while after a step, on the processors that the next contender needs.
-SETTLE_S = 0.05
-# Blocks of memory, all held at once, each of which a share of the rounds is in.
-PLACES = 3
 TARGETS = {"one pass": 1.8, "split master": 2.0, "bf16 moments": 2.3, "8-bit moments": 1.8}
-
-
-def measure(make: Callable[[Place], Contenders], numel: int, rounds: int) -> Times:
-    """Milliseconds of every contender in every round, in several places; in each a round comes first, uncounted."""
-    times: Times = {}
-    places = [Place(ELEMENT_BYTES * numel + PAGES_BYTES) for _ in range(PLACES)]
-    for place in places:
-        contenders = make(place)
-        for number in range(-(-rounds // PLACES) + 1):
-            for name, contender in contenders.items():
-                contender.prepare()
-                time.sleep(SETTLE_S)
-                begin = time.perf_counter()
-                contender.step()
-                if number:
-                    times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
-    return times
 
 
 def table(title: str, times: Times, unit: str, gigabytes: dict[str, float]) -> list[str]:
@@ -87,7 +62,7 @@ def say(text: str) -> None:
 def fp32_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """fp32 throughout: torch's three implementations, DeepSpeed's, ours, and the read limit."""
     say(f"fp32, {numel:,} elements, {threads} threads")
-    times = measure(partial(fp32_contenders, numel, threads), numel, rounds)
+    times = measure(partial(fp32_contenders, numel, threads), ELEMENT_BYTES * numel, rounds)
     moved = dict.fromkeys(times, 28e-9 * numel) | {READING: 16e-9 * numel}
     title = f"fp32, {numel / 2**20:g} Mi elements, {threads} threads"
     return table(title, times, "torch fused", moved), times
@@ -96,7 +71,7 @@ def fp32_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Time
 def reduced_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """bf16 gradients in, bf16 params out, in each form of state."""
     say(f"bf16, {numel:,} elements, {threads} threads")
-    times = measure(partial(reduced_contenders, numel, threads), numel, rounds)
+    times = measure(partial(reduced_contenders, numel, threads), ELEMENT_BYTES * numel, rounds)
     title = f"bf16 gradient and param, {numel / 2**20:g} Mi, {threads} threads"
     return table(title, times, CAST, {k: v * numel * 1e-9 for k, v in reduced_bytes().items()}), times
 
@@ -104,7 +79,7 @@ def reduced_section(numel: int, threads: int, rounds: int) -> tuple[list[str], T
 def pipeline_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:
     """A whole step of mixed-precision training: unscale, norm, clip, Adam, cast."""
     say(f"pipeline, {numel:,} elements, {threads} threads")
-    times = measure(partial(pipeline_contenders, numel, threads), numel, rounds)
+    times = measure(partial(pipeline_contenders, numel, threads), ELEMENT_BYTES * numel, rounds)
     title = f"unscale + norm + clip + Adam + cast, {numel / 2**20:g} Mi, {threads} threads"
     return table(title, times, next(iter(times)), {}), times
 

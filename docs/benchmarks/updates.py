@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.contenders import PAGES_BYTES, Contender, Contenders, Place
+from support.contenders import MOVING, Contender, Contenders, Place, Times, measure
 from support.machine import command, load, machine, today, write_result
 from torch.nn import Parameter
 
@@ -24,7 +24,6 @@ import zero_opt
 from zero_opt import _native
 
 SCRIPT = "docs/benchmarks/updates.py"
-SETTLE_S, PLACES, MOVING = 0.05, 3, "reading and writing as much"
 AIM = 1.05
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 
@@ -83,23 +82,7 @@ def contenders(numel: int, arrays: int, ours: Make, theirs: Make | None, place: 
     return made | {MOVING: moving(numel, arrays, place)}
 
 
-def measure(numel: int, arrays: int, ours: Make, theirs: Make | None, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every contender in every round, in several places; in each a round comes first, uncounted."""
-    times: dict[str, list[float]] = {}
-    for place in [Place((8 + 4 * arrays) * numel + PAGES_BYTES) for _ in range(PLACES)]:
-        made = contenders(numel, arrays, ours, theirs, place)
-        for number in range(-(-rounds // PLACES) + 1):
-            for name, contender in made.items():
-                contender.prepare()
-                time.sleep(SETTLE_S)
-                begin = time.perf_counter()
-                contender.step()
-                if number:
-                    times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
-def row(name: str, times: dict[str, list[float]]) -> str:
+def row(name: str, times: Times) -> str:
     """Medians, and the medians of the rounds' ratios."""
 
     def ratio(unit: str) -> str:
@@ -130,7 +113,8 @@ def main() -> None:
     lines += ["| update | ms, median | torch fused | of torch's time | of the time of " + MOVING + " |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
     for name, (arrays, ours, theirs) in updates(arguments.threads).items():
-        lines.append(row(name, measure(numel, arrays, ours, theirs, arguments.rounds)))
+        make = partial(contenders, numel, arrays, ours, theirs)
+        lines.append(row(name, measure(make, (8 + 4 * arrays) * numel, arguments.rounds)))
     text = "\n".join(lines)
     print(text)
     if arguments.write:

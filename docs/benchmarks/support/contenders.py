@@ -1,8 +1,9 @@
-"""What adam.py compares: each contender makes one whole step, in memory that all have in turns."""
+"""What adam.py and updates.py compare: each contender makes one whole step, in memory that all have in turns."""
 
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ PARAM_NUMEL = 1 << 22
 PAGE_BYTES = 4096
 # What the largest contender has per element, and room for pages between its arrays.
 ELEMENT_BYTES, PAGES_BYTES = 24, 1 << 20
+# OpenMP's threads go on spinning for a while after a step, on the processors that the next contender needs.
+SETTLE_S = 0.05
+# Blocks of memory, all held at once, each of which a share of the rounds is in.
+PLACES = 3
 # Codes of 8-bit moments, and what is added to them for 1e-2, which is a remainder like any other too.
 INTEGERS = {torch.uint8: 64, torch.int16: 898}
 CAST, CAST_KEPT = "cast + torch fused + cast", "the same, buffers kept"
@@ -87,6 +92,27 @@ class Contender:
 
 
 Contenders = dict[str, Contender]
+Times = dict[str, list[float]]
+
+
+def measure(make: Callable[[Place], Contenders], nbytes: int, rounds: int) -> Times:
+    """Milliseconds of every contender in every round, in several places; in each a round comes first, uncounted.
+
+    Args:
+        nbytes: what the largest contender has, without the pages between its arrays.
+    """
+    times: Times = {}
+    for place in [Place(nbytes + PAGES_BYTES) for _ in range(PLACES)]:
+        contenders = make(place)
+        for number in range(-(-rounds // PLACES) + 1):
+            for name, contender in contenders.items():
+                contender.prepare()
+                time.sleep(SETTLE_S)
+                begin = time.perf_counter()
+                contender.step()
+                if number:
+                    times.setdefault(name, []).append(1e3 * (time.perf_counter() - begin))
+    return times
 
 
 def deepspeed_adam(param: Parameter) -> Any:
