@@ -59,7 +59,8 @@ class Room:
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat array."""
         nbytes = numel * dtype.itemsize
-        self.tensors.append(self._free[:nbytes].view(dtype))
+        # .data has a version counter of its own: what others write here is no edit of this one's state.
+        self.tensors.append(self._free[:nbytes].view(dtype).data)
         self._free = self._free[-(-nbytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES :]
         return self.tensors[-1]
 
@@ -88,7 +89,7 @@ class Contender:
     def prepare(self) -> None:
         """Give the arrays values, which others have overwritten: what a step costs depends on none but subnormals."""
         for tensor in self.room.tensors:
-            tensor.fill_(1e-2 if tensor.is_floating_point() else INTEGERS[tensor.dtype])
+            tensor.data.fill_(1e-2 if tensor.is_floating_point() else INTEGERS[tensor.dtype])
 
 
 Contenders = dict[str, Contender]
