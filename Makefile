@@ -112,7 +112,7 @@ $(VENV)/.builders: constraints.txt
 	$(PIP) setuptools wheel pybind11
 	touch $@
 
-$(VENV)/.native: $(VENV)/.builders $(NATIVE) setup.py setup.cfg pyproject.toml
+$(VENV)/.native: $(VENV)/.builders $(NATIVE) zero_opt/_native.pyi setup.py setup.cfg pyproject.toml
 	@echo "== build the extension"
 	ZERO_OPT_NATIVE=require $(BIN)/python setup.py -q build_ext --inplace --parallel 2
 	touch $@

@@ -11,6 +11,7 @@ The environment variable ZERO_OPT_NATIVE decides what happens without a working 
 
 import configparser
 import glob
+import hashlib
 import os
 import re
 import sys
@@ -30,6 +31,8 @@ CXX = ["-std=c++17", "-fvisibility=hidden", "-g0"]
 HEADERS = sorted(glob.glob("native/*/*.hpp") + glob.glob("native/*/*.inl"))
 # What others may look up in the extension: pybind11's own classes would else be those of whoever was loaded before.
 EXPORTED = "native/bindings/exported.map"
+# What the extension is called by. zero_opt/system/extension.py compares its digest with that the extension has.
+INTERFACE = "zero_opt/_native.pyi"
 # All but those of the per-ISA libraries.
 SOURCES = sorted(set(glob.glob("native/*/*.cpp")) - set(glob.glob("native/kernels/isa_*.cpp")))
 ISA_FLAGS = {
@@ -57,14 +60,16 @@ def extension() -> Extension:
     """The extension module itself: dispatch and bindings, built for any processor of the platform."""
     import pybind11
 
+    digest = hashlib.sha256(Path(INTERFACE).read_bytes()).hexdigest()[:16]
+    macros = [("ZERO_OPT_INTERFACE", f"0x{digest}")]
     return Extension(
         "zero_opt._native",
         sources=SOURCES,
         include_dirs=["native", pybind11.get_include()],
-        define_macros=[("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else [],
+        define_macros=macros + ([("ZERO_OPT_X86_ISAS", "1")] if len(isas()) > 1 else []),
         extra_compile_args=[*CXX, "-O2", "-ffp-contract=off", "-pthread"],
         extra_link_args=["-pthread", "-Wl,-s", f"-Wl,--version-script={EXPORTED}"],
-        depends=[*HEADERS, EXPORTED],
+        depends=[*HEADERS, EXPORTED, INTERFACE],
         language="c++",
     )
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+interface: int  # the first 64 bits of the SHA-256 of this file as it was when the extension was built
+
 class Hypers:
     """The hyperparameters of a group for an update, by names: those of its file in native/kernels.
 

@@ -160,7 +160,7 @@ class OptimizerClosed(ZeroOptError, RuntimeError):
 
 
 class NativeUnavailable(ZeroOptError, RuntimeError):
-    """``zero_opt._native`` is not built for this platform."""
+    """``zero_opt._native`` is not built for this platform, or was built for another version of zero_opt."""
 
 
 def name_and_text(error: BaseException) -> list[str]:

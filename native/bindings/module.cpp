@@ -19,6 +19,7 @@ static_assert(sizeof(void*) == SIZEOF_VOID_P && sizeof(std::uintptr_t) == SIZEOF
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native kernels of zero_opt. Addresses and sizes go in unchecked: call zero_opt.cpu_adam instead.";
+  m.attr("interface") = std::uint64_t{ZERO_OPT_INTERFACE};
   zero_opt::bindings::bind_kernels(m);
   zero_opt::bindings::bind_threads(m);
   zero_opt::bindings::bind_step(m);

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import NativeUnavailable
 
 __all__ = ["native", "native_available", "require_native"]
+
+# What this package calls the extension by; setup.py compiles its digest into the extension.
+_STUB = Path(__file__).parents[1] / "_native.pyi"
 
 
 class _Missing:
@@ -23,12 +29,29 @@ class _Missing:
         ) from self._why
 
 
+def _loaded() -> Any:
+    """Return the extension.
+
+    Raises ImportError if there is none, NativeUnavailable if it was built for other sources, and RuntimeError if
+    ZERO_OPT_ISA names kernels that are not there.
+    """
+    module: Any = importlib.import_module("zero_opt._native")
+    with suppress(OSError):  # an installation without stubs, as a frozen program: nothing to compare with
+        digest = hashlib.sha256(_STUB.read_bytes()).hexdigest()[:16]
+        if getattr(module, "interface", None) != int(digest, 16):
+            raise NativeUnavailable(
+                f"{module.__file__} is stale: it was built for another version of zero_opt; remove build/ and build it "
+                "again with what installed zero_opt, as `pip install --editable .`, or `make setup` in its repository"
+            )
+    module.isa()
+    return module
+
+
 if TYPE_CHECKING:
     from .. import _native as native
 else:
     try:
-        native = importlib.import_module("zero_opt._native")
-        native.isa()  # raises RuntimeError if ZERO_OPT_ISA names kernels that are not there
+        native = _loaded()
     except (ImportError, RuntimeError) as error:
         native = _Missing(error)
 

@@ -9,12 +9,10 @@ from typing import Any
 
 from .extension import native, native_available
 
-_IN_ONE_CALL = native_available() and hasattr(native, "flattened")  # not of an older build
-
 
 def flattened(dicts: list[Any]) -> list[Any] | None:
     """Return all keys and values of dicts, or ``None`` if one of them is an instance of another class."""
-    if _IN_ONE_CALL:
+    if native_available():
         return native.flattened(dicts)
     if not all(map(is_, map(type, dicts), repeat(dict))):
         return None
@@ -39,7 +37,7 @@ class SameObjects:
         now, known = [*objects], self._known
         if known is None or len(now) != len(known):
             return False
-        return native.same_objects(now, known) if _IN_ONE_CALL else all(map(is_, now, known))
+        return native.same_objects(now, known) if native_available() else all(map(is_, now, known))
 
     def forget(self) -> None:
         """Let go of the objects: :meth:`are` is false until others are noted."""

@@ -16,7 +16,7 @@ from typing import Any
 import setuptools  # noqa: F401  makes distutils its own
 
 ROOT = Path(__file__).resolve().parents[3]
-NATIVE = ROOT / "native"
+NATIVE, STUB = ROOT / "native", ROOT / "zero_opt" / "_native.pyi"
 # The step that the programs share, and what they include of it.
 SCENARIO = Path(__file__).resolve().parent / "scenario.cpp"
 
@@ -53,7 +53,7 @@ class Toolchain:
 
         :meth:`link` takes the libraries of the same build from then on.
         """
-        built, sources = self._in_place(), [*NATIVE.glob("*/*"), ROOT / "setup.py"]
+        built, sources = self._in_place(), [*NATIVE.glob("*/*"), STUB, ROOT / "setup.py"]
         found, libraries = self._objects(built), [built / f"lib{name}.a" for name, _ in self._distribution.libraries]
         if any(_older(path, sources) for path in [*map(Path, found.values()), *libraries]):
             for name in ("build_clib", "build_ext"):
