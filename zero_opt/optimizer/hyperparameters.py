@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, quoted
 from ..kernels.checks import require_number, require_numbers
 from ..sharding.param_groups import UneditedHypers, hypers_of
-from ..sharding.wrapped_class import steps_params_apart
+from ..sharding.wrapped_class import require_real_if_fused, steps_params_apart
 from ..state.trial import Trial, state_after_a_step
 
 
@@ -46,10 +46,11 @@ class HyperForms:
             state: by parameter, as steps with the known values have made it.
 
         Raises:
-            ConfigConflict: an option needs state that steps without it have not made.
+            ConfigConflict: an option needs state that steps without it have not made, or real parameters.
         """
         if self._checked.are(groups):
             return
+        require_real_if_fused(self._class, groups)
         any_switched = False
         for number, (known, group) in enumerate(zip(self._known, groups, strict=False)):
             switched: list[str] = []

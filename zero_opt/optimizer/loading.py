@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
-from ..errors import StateDictError, UnsupportedOptimizer
+from ..errors import ConfigConflict, StateDictError, UnsupportedOptimizer
 from ..kernels.adam_state import HALVES, SQUARES, require_squares
 from ..kernels.native_optimizer import NativeOptimizer
 from ..kernels.table import NATIVE_CLASSES
@@ -156,13 +156,12 @@ def fitted_state(
         if not whole:
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
-        if not whole:
-            loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
-            config.placement.check_hypers(loaded)
+        loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
+        config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)
         fitting = _taken(loadable, param_groups, config, refused, whole=whole)
         return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too
-    except UnsupportedOptimizer as error:
+    except (UnsupportedOptimizer, ConfigConflict) as error:
         raise StateDictError(f"in the state dict, {error}") from error
 
 

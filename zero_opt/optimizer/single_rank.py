@@ -20,8 +20,9 @@ from ..placement.compact_state import is_compact
 from ..reduction.grad_norm import Measured, check_max_norm, measure
 from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
-from ..sharding.wrapped_class import bare_step, needs_closure
+from ..sharding.wrapped_class import bare_step, needs_closure, require_real_if_fused
 from ..state.state_dict import StateDict, StatesByIndex, copied
+from ..system.failures import on_failure
 from ..system.log import log
 from .arguments import adopt_errors
 from .config import Config
@@ -62,12 +63,14 @@ class SingleRank(Engine):
         with adopt_errors():
             groups = normalized(params)
             try:
-                self.wrapped = config.optimizer_class(groups, **config.defaults)
+                wrapped = config.optimizer_class(groups, **config.defaults)
             except ValueError:  # says what is wrong
                 raise
             except Exception:  # of a type that torch has not expected, which it does not name
                 require_types(config.optimizer_class, groups, config.defaults)
                 raise
+        require_real_if_fused(config.optimizer_class, wrapped.param_groups)
+        self.wrapped = wrapped
         self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
         self._user: Callable[[], Any] = _no_user
 
@@ -104,6 +107,8 @@ class SingleRank(Engine):
             taken = normalized_group(group, len(wrapped.param_groups))
             admit(self._mesh, params_of([taken]))
             wrapped.add_param_group(taken)
+        with on_failure(wrapped.param_groups.pop):
+            require_real_if_fused(self._config.optimizer_class, wrapped.param_groups)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

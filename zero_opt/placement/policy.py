@@ -116,7 +116,14 @@ class PlacementPolicy(ABC):
 
     @abstractmethod
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise UnsupportedOptimizer for hyperparameters that cannot be stepped with; ``groups``: as :meth:`check`."""
+        """Raise an error for hyperparameters that cannot be stepped with.
+
+        Args:
+            groups: as for :meth:`check`.
+
+        Raises:
+            UnsupportedOptimizer, ConfigConflict, NativeUnavailable.
+        """
 
     def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Raise StateDictError for the loaded state of a parameter if the placement cannot take all of it."""

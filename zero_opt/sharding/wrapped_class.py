@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from ..errors import ConfigTypeError, quoted
+from ..errors import ConfigConflict, ConfigTypeError, quoted
 from ..kernels.table import NATIVE_CLASSES
+from .param_groups import param_name
 
 _OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_WITH_FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.SGD)
 _elementwise: set[type[torch.optim.Optimizer]] = {*NATIVE_CLASSES, *(getattr(torch.optim, n) for n in _OF_TORCH)}
 
 
@@ -70,6 +72,23 @@ def check_type(name: str, value: object, kind: type) -> None:
     """Raise ConfigTypeError unless an argument is of the type it must be."""
     if not isinstance(value, kind):
         raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {in_short(value)}")
+
+
+def require_real_if_fused(cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigConflict for a complex parameter in a param group with ``fused=True``, which torch cannot step.
+
+    Args:
+        groups: all param groups.
+    """
+    start = 0
+    for group in groups if issubclass(cls, _WITH_FUSED) else ():
+        for index, param in enumerate(group["params"] if group.get("fused") else (), start):
+            if param.dtype.is_complex:
+                raise ConfigConflict(
+                    f"{param_name(groups, index)} is {param.dtype}, and fused=True steps real parameters alone; leave "
+                    "fused out, or give complex parameters a param group of their own with fused=False"
+                )
+        start += len(group["params"])
 
 
 def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:

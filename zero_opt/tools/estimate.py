@@ -194,11 +194,10 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
     sharded = not steps_alone(world_size, config)
     made = template_of(cls, stand_ins, defaults) if sharded else cls(stand_ins, **defaults)
     hypers = [hypers_of(group) for group in made.param_groups]
-    if sharded:
-        placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
-        for sketch in sketches.values():
-            placed[sketch.group]["params"].append(sketch)
-        config.placement.check(placed, names.__getitem__)
+    placed: list[dict[str, Any]] = [{**group, "params": []} for group in hypers]
+    for sketch in sketches.values():
+        placed[sketch.group]["params"].append(sketch)
+    config.placement.check(placed, names.__getitem__)
     trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(MOST_RANKS_PER_HOST, world_size), config)
 

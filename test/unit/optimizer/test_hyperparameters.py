@@ -116,3 +116,16 @@ def test_an_option_that_needs_state_comes_too_late(cls: Any, edits: dict[str, An
             forms.check(groups, plain.state)
     plain.state[param][missing] = torch.zeros(3)
     forms.check(groups, plain.state)
+
+
+def test_complex_parameters_are_not_stepped_with_fused_whatever_group_they_are_in() -> None:
+    real, imaginary = torch.zeros(3), torch.zeros(3, dtype=torch.complex64)
+    groups = [{"params": [real, real], "fused": True}, {"params": [imaginary], "fused": None}]
+    for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        forms = HyperForms(cls)
+        forms.learn(groups, {"fused": None})
+        forms.check(groups, {})
+        edited = [groups[0], {**groups[1], "fused": True}]
+        for _ in range(2):
+            with pytest.raises(ConfigConflict, match=r"parameter 2 \(group 1, .*complex64.*fused=False"):
+                forms.check(edited, {})

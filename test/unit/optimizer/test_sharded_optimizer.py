@@ -77,6 +77,12 @@ MISTAKES: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
     (lambda: [{"params": {Parameter(torch.ones(2))}}], {}, zero_opt.ConfigTypeError),
     (lambda: [Parameter(torch.ones(2)) * 2], {}, zero_opt.ConfigError),
     (lambda: [Parameter(torch.ones(2))], {"foreach": True, "fused": True}, zero_opt.ConfigConflict),
+    (lambda: [Parameter(torch.ones(2, dtype=torch.complex64))], {"fused": True}, zero_opt.ConfigConflict),
+    (
+        lambda: [Parameter(torch.ones(2, dtype=torch.complex64))],
+        {"fused": True, "offload": zero_opt.CPUOffload()},
+        zero_opt.ConfigConflict,
+    ),
     (lambda: [Parameter(torch.ones(2))], {"lr": -1.0}, zero_opt.ConfigError),
     (lambda: [Parameter(torch.ones(2))], {"lr": "fast"}, zero_opt.ConfigTypeError),
     (lambda: [Parameter(torch.ones(2))], {"rate": 1.0}, zero_opt.ConfigTypeError),
@@ -128,6 +134,29 @@ def test_an_added_group_that_has_no_params_is_named() -> None:
     with pytest.raises(zero_opt.ConfigError, match="group 2 has no 'params'"):
         optimizer.add_param_group({"lr": 1.0})
     assert len(optimizer.param_groups) == 2
+
+
+def _add_complex(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    real, pairs = Parameter(torch.ones(4)), Parameter(torch.ones(4, dtype=torch.complex64))
+    optimizer = zero_opt.ShardedOptimizer([real], torch.optim.Adam, fused=True, **options)
+    with pytest.raises(zero_opt.ConfigConflict, match=r"parameter 1 \(group 1, .*complex64.*fused=False"):
+        optimizer.add_param_group({"params": [pairs]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [pairs], "fused": False})
+    (real.sum() + pairs.abs().sum()).backward()
+    optimizer.step()
+    saved = torch.optim.Adam([{"params": real}, {"params": pairs}], fused=True).state_dict()
+    with pytest.raises(zero_opt.StateDictError, match=r"in the state dict, parameter 1 .*fused=False"):
+        optimizer.load_state_dict(saved)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": zero_opt.CPUOffload()}], ids=["none", "CPUOffload"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_complex_params_of_a_fused_group_are_refused_where_they_are_added_or_loaded(
+    world_size: int, options: dict[str, Any]
+) -> None:
+    run_threads(world_size, _add_complex, options)
 
 
 def _copy_sharded(rank: int, world_size: int) -> list[str]:

@@ -223,6 +223,8 @@ def test_classes_of_others() -> None:
         ((100, 2), {"lr": -1.0}, ConfigError, "lr|learning"),
         ((100, 2), {"nothing": 1}, ConfigTypeError, "nothing"),
         ((100, 1), {"fused": True, "foreach": True}, ConfigConflict, "fused"),
+        (([torch.zeros(3, dtype=torch.complex64)], 1), {"fused": True}, ConfigConflict, "parameter 0 .*complex64"),
+        (([torch.zeros(3, dtype=torch.complex64)], 2), {"fused": True}, ConfigConflict, "parameter 0 .*complex64"),
         ((100, 2), {"capturable": True}, UnsupportedOptimizer, "capturable"),
         ((100, 2), {"offload": "cpu"}, ConfigTypeError, "offload"),
         ((100, 2), {"reduction": zero_opt.AtStep}, ConfigTypeError, "reduction"),

@@ -16,7 +16,7 @@ from ...layout import ParamSlice
 from ...policies import CPUOffload
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
-from ...sharding.wrapped_class import steps_params_apart
+from ...sharding.wrapped_class import require_real_if_fused, steps_params_apart
 from ...system.devices import is_host
 from ...system.extension import native_available, require_native
 from ...system.shared_memory import page_aligned
@@ -46,6 +46,7 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         cls = self.inputs.optimizer_class
+        require_real_if_fused(cls, groups)
         for number, group in enumerate(groups if self.inputs.splits_masters else ()):
             if all(param.dtype is not torch.bfloat16 for param in group["params"]):
                 continue
