@@ -87,7 +87,8 @@ def row(name: str, given: argparse.Namespace) -> str:
         if missing:
             raise DidNotRun(missing)
         found = own_output(name, given, "")
-        expandable = own_output(name, given, EXPANDABLE)["reserved"] if given.device == "cuda" else 0.0
+        twice = given.device == "cuda" and given.expandable
+        expandable = f"{own_output(name, given, EXPANDABLE)['reserved']:.2f}" if twice else ""
     except DidNotRun as reason:
         return f"| {system.label} | {reason} |{' |' * (len(HEAD) - 2)}"
     bare = statistics.median(found["bare"])
@@ -101,7 +102,7 @@ def row(name: str, given: argparse.Namespace) -> str:
         spread(found["gap"], 1),
         f"{found['allocated']:.2f}",
         f"{found['reserved']:.2f}",
-        f"{expandable:.2f}",
+        expandable,
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -167,6 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="bytes of a window (default: 1024; 256 for the curves)")
     parser.add_argument("--rounds", type=int, help="of steps (default: 5)")
     parser.add_argument("--steps", type=int, help="of a round, or of a curve (default: 4; 200)")
+    parser.add_argument("--expandable", action=argparse.BooleanOptionalAction, default=True, help="the second process")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on the CPU where there is no GPU")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     given = parser.parse_args()

@@ -42,7 +42,7 @@ def test_a_refused_registration_leaves_no_error(caplog: pytest.LogCaptureFixture
 
 
 @forked
-def test_memory_is_locked_in_pieces_and_let_go() -> None:
+def test_large_memory_is_locked_as_one_and_let_go() -> None:
     device = torch.device("cuda", 0)
     memory = pinned_memory(300 * MIB, device)
     assert memory.bytes.is_pinned()

@@ -35,7 +35,7 @@ def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
 @forked
 def test_memory_that_grows_is_locked_anew() -> None:
     opt = zero_opt.ShardedOptimizer(
-        params_on("cuda", torch.float32), torch.optim.AdamW, offload=zero_opt.WorkerOffload(), fused=True
+        params_on("cuda", torch.float32), torch.optim.AdamW, offload=zero_opt.WorkerOffload(), fused=True, lr=0.1
     )
     added = params_on("cuda", torch.bfloat16)
     opt.add_param_group({"params": added})

@@ -130,7 +130,7 @@ class ShardedEngine(BetweenSteps):
         self._sends = True
         if not absent:
             self._notify_join()
-        own = self.reduction.send_rest(error, absent=absent)
+        own = self.reduction.send_rest(error, absent=absent, steps=clip_to is None and unscale_by is None)
         with Phase("agreement"):
             agreed = self.agree(own, clip_to, unscale_by, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)

@@ -31,7 +31,7 @@ class AlreadyReducedGrads(GradReduction):
         self._copies: list[Tensor] = []
         self._compared = False
 
-    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         return OwnRounds(0, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:

@@ -13,6 +13,7 @@ from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, StepDesync, ZeroOptError
 from ..layout import indices_of
+from ..system.devices import has_streams
 from ..system.inference_mode import version_of
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
@@ -51,6 +52,8 @@ class AtStepReduction(GradReduction):
     """Gradients that stay in ``p.grad`` until the engine collects them.
 
     Where the engine collects several times before the step (to clip, to unscale), unchanged gradients are reduced once.
+    After a step they are reduced again, changed or not: the replay of a CUDA graph writes to gradients, and raises no
+    version. Where no graph can be, in host memory, a second step() takes clipped gradients as they are, as torch does.
     """
 
     grads_are_local = True
@@ -62,17 +65,25 @@ class AtStepReduction(GradReduction):
         self._used = 0  # a bit per parameter that had a gradient on any rank
         self._with_sparse = False
         self._scaled = False  # since the last step, after they were reduced
+        self._stepped = False  # since they were reduced
+        self._kept = False  # for a second step
         self._sequence = 0
         self._alone = False
 
-    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         """Look for gradients that are not reduced yet. Sends nothing before the ranks have agreed."""
         params, reduced = self._parts.all_params, self._reduced
-        fresh = reduced is None or not reduced.matches(params)
+        same = reduced is not None and reduced.matches(params)
+        fresh = not same or (self._stepped and not (steps and self._kept))
         gone = reduced is not None and reduced.gone(params)
         if fresh and self._scaled and not gone and error is None:
             error = GradientConflict(
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
+            )
+        if same and fresh and steps and self.step_factor != 1.0 and error is None:
+            error = GradientConflict(
+                "step() was called again with gradients that opt.clip_grad_norm_() had clipped within the last step, "
+                "which p.grad does not show; clip them again first, or drop them with zero_grad()"
             )
         error = error or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
@@ -80,7 +91,7 @@ class AtStepReduction(GradReduction):
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:
-            self._scaled, self.step_factor = False, 1.0
+            self._scaled, self._stepped, self.step_factor = False, False, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._count_writes()
             self._reduced = _Signature(self._parts.all_params)
@@ -147,8 +158,8 @@ class AtStepReduction(GradReduction):
         super().scale_in_step(factor)
 
     def reset(self) -> None:
-        self._reduced, self._scaled, self.step_factor = None, False, 1.0
+        self._reduced, self._scaled, self._stepped, self.step_factor = None, False, False, 1.0
 
     def end_step(self) -> None:
-        """Keep the shards: a second step() without a new backward uses them, clipped if they were, as torch does."""
-        self._scaled, self._sequence = False, 0
+        self._kept = self._scaled and not any(has_streams(bucket.device) for bucket in self._partition.buckets)
+        self._scaled, self._stepped, self._sequence = False, True, 0

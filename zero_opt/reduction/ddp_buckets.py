@@ -137,12 +137,12 @@ class DDPHookReduction(OverlappedReduction):
         self._handed.clear()
         self._copied.clear()
 
-    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:
         self._put_back()
         flats = self._partition.flats.values()
         if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
             error = error or GradientConflict(_NOT_REGISTERED)
-        return super().send_rest(error or self._conflict(), absent=absent)
+        return super().send_rest(error or self._conflict(), absent=absent, steps=steps)
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""

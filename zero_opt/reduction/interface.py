@@ -161,12 +161,13 @@ class GradReduction(ABC):
         self._parts, self._partition = parts, parts.partition
 
     @abstractmethod
-    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:
         """Send what this rank has still to send of the current window. Waits for no other rank.
 
         Args:
             error: what went wrong on this rank so far.
             absent: this rank has run out of inputs (torch's ``Join``), and takes part with zeros.
+            steps: the gradients are for a step, not to be clipped or unscaled first.
         """
 
     def disagreed(self) -> None:

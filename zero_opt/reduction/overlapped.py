@@ -306,7 +306,7 @@ class OverlappedReduction(GradReduction):
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
-    def send_rest(self, error: ZeroOptError | None, *, absent: bool) -> OwnRounds:  # noqa: ARG002  (the protocol's)
+    def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         if self._passes.broken():
             error = error or StepDesync(
                 "a backward ended in an exception; call zero_grad() on every rank and repeat it"

@@ -6,7 +6,10 @@ else registers with torch take the same road.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from .streams import AcceleratorStreams, Streams
 
 HOST = torch.device("cpu")
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 # Backends that carry tensors in host memory, or that block the calling thread with those of an accelerator.
 _HOST_BACKENDS = ("fake", "gloo", "mpi", "threaded", "ucc", "undefined")
 
@@ -79,12 +83,35 @@ def carries(config: str, device: torch.device) -> bool:
 def thread_device() -> Callable[[], None]:
     """Return a call for a new thread to make first, which gives it the current device of this thread.
 
-    A thread starts on device 0, and to leave a stream there would make a context on device 0, hundreds of MB.
+    A thread starts on device 0, and to leave a stream there would make a context on device 0, hundreds of MB. And the
+    capture of a CUDA graph, wherever it is, fails by default with a call of any thread that is not told to be lenient.
     """
     if not in_use():
         return lambda: None
     index = torch.accelerator.current_device_index()
-    return lambda: torch.accelerator.set_device_index(index)
+
+    def begin() -> None:
+        torch.accelerator.set_device_index(index)
+        _leave_captures_alone()
+
+    return begin
+
+
+def _leave_captures_alone() -> None:
+    """Let calls of this thread pass, and end no capture, while another thread captures a CUDA graph."""
+    exchange_mode = _capture_mode()
+    if exchange_mode is not None:
+        exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+@cache
+def _capture_mode() -> Any:
+    """Return ``cudaThreadExchangeStreamCaptureMode``, which torch binds nowhere; ``None`` without CUDA."""
+    version = torch.version.cuda
+    if version is not None:
+        with contextlib.suppress(OSError, AttributeError):  # the library that torch has loaded already
+            return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}").cudaThreadExchangeStreamCaptureMode
+    return None
 
 
 def in_use() -> bool:

@@ -19,8 +19,6 @@ from .devices import HOST, pins, runtime_of
 from .log import log
 from .shared_memory import memory_errors, page_aligned, require_memory
 
-# The driver locks pages one call at a time, and nothing else of the process's memory changes meanwhile.
-_PIECE_BYTES = 256 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device
 
 
@@ -40,9 +38,9 @@ class HostMemory:
     def __init__(self, memory: Tensor, device: torch.device) -> None:
         self.bytes = memory
         self._events: list[Any] = []
-        pieces = _lock(memory, device)
+        locked = _lock(memory, device)
         # The finalizer holds the memory: it stays mapped until no copy needs it and its pages are unlocked.
-        self.release = weakref.finalize(self, _release, os.getpid(), memory, device, pieces, self._events)
+        self.release = weakref.finalize(self, _release, os.getpid(), memory, device, locked, self._events)
         self.release.atexit = False
 
     def used(self, event: Any) -> None:
@@ -80,38 +78,35 @@ def _whole_pages(nbytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def _lock(memory: Tensor, device: torch.device) -> list[int]:
-    """Return the addresses of the pieces that the runtime has locked."""
-    pieces: list[int] = []
+def _lock(memory: Tensor, device: torch.device) -> bool:
+    """Lock all of the memory in one call; return whether the runtime does.
+
+    In one: a runtime refuses copies that begin in one locked range and end outside it, in another one too.
+    """
     runtime = runtime_of(device)
     if runtime is None:
-        return pieces
-    first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        return False
     with torch.accelerator.device_index(device.index):  # the call makes a context on the current device
-        for start in range(first, end, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, end - start)
-            error = int(runtime.cudaHostRegister(start, length, _PORTABLE))
-            if error:
-                _clear_error(device)
-                log.warning("%s does not lock %d bytes of host memory (error %d): copies wait", device, length, error)
-                break
-            pieces.append(start)
-    return pieces
+        error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+        if error:
+            _clear_error(device)
+            log.warning(
+                "%s does not lock %d bytes of host memory (error %d): copies wait", device, memory.numel(), error
+            )
+    return not error
 
 
-def _release(pid: int, memory: Tensor, device: torch.device, pieces: list[int], events: list[Any]) -> None:
-    """Unlock the pieces once the copies are over; ``memory`` stays mapped until then."""
+def _release(pid: int, memory: Tensor, device: torch.device, locked: bool, events: list[Any]) -> None:
+    """Unlock the memory once the copies are over; it stays mapped until then."""
     if os.getpid() != pid:
         return
     for event in events:
         with contextlib.suppress(RuntimeError):  # the device has failed, and copies nothing any more
             event.synchronize()
-    if pieces:
-        runtime = runtime_of(device)
+    if locked:
         with torch.accelerator.device_index(device.index):
-            if sum(int(runtime.cudaHostUnregister(start)) for start in pieces):
+            if int(runtime_of(device).cudaHostUnregister(memory.data_ptr())):
                 _clear_error(device)
-    del memory
 
 
 def _clear_error(device: torch.device) -> None:

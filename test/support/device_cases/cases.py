@@ -113,6 +113,10 @@ def _clipping() -> Iterator[Case]:
     for tier in ("masters", "worker"):
         yield Case(f"clipped before the step, {tier}", program=programs.clipped, **TIERS[tier])
         yield Case(f"clipped between two backwards, {tier}", program=programs.clipped_between, **TIERS[tier])
+    for tier in ("device", "masters", "worker"):
+        fields = {**TIERS[tier], "program": programs.written_in_place, "unused": False}
+        yield Case(f"written in place, {tier}", "AtStep", **fields)
+        yield Case(f"written in place and clipped, {tier}", "AtStep", clip=0.5, **fields)
     # At world size 1 torch's own clip_grad_norm_ takes the norm per device first.
     yield Case("scaled and clipped", program=programs.scaled, clip=0.5, unused=False, several_devices=False)
     yield Case("scaled, fp16 with masters", program=programs.scaled, dtype=FP16, options={"precision": MASTERS})

@@ -165,11 +165,11 @@ class Mastered(Unit):
         return [self._blank(position, torch.float32, device) for position in range(len(self.pieces))]
 
     def _blank(self, position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for a slice, as users see it."""
+        """Return zeros for a slice, as users see it; no view, which would hold the memory that it is moved from."""
         run = torch.empty(self.pieces[position].in_param.numel, dtype=dtype, device=device)
         if run.is_cpu and native_available():
             prefer_huge_pages(run)
-        return self.shaped(run.zero_(), position)
+        return self.shaped(run.zero_(), position).detach()
 
     def master(self, position: int) -> Tensor:
         return self._run_of(self.stepped[position])

@@ -1,0 +1,63 @@
+"""What only shows where parameters lie on a device: second steps, and memory that state gives back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_opt
+from test.accelerator import C, unavailable
+from test.accelerator.ranks import on_device, on_ranks
+from test.accelerator.runner import DEVICE
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+NUMEL = 1 << 16
+MASTERS = zero_opt.MixedPrecision(torch.float32)
+
+
+def _made(rank: int, **options: Any) -> tuple[torch.nn.Parameter, zero_opt.ShardedOptimizer]:
+    param = torch.nn.Parameter(torch.ones(NUMEL, device=torch.device(DEVICE, rank), dtype=torch.bfloat16))
+    return param, zero_opt.ShardedOptimizer([param], torch.optim.Adam, lr=0.25, precision=MASTERS, **options)
+
+
+def _stepped_again(rank: int) -> list[float]:
+    param, optimizer = _made(rank, reduction=zero_opt.AtStep())
+    param.grad = torch.ones_like(param)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    with pytest.raises(zero_opt.GradientConflict, match="clip them again"):
+        optimizer.step()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.close()
+    return sorted(set(param.detach().cpu().tolist()))
+
+
+def test_gradients_clipped_within_a_step_are_clipped_again_or_refused() -> None:
+    """A graph may have written others, and ``p.grad`` does not show that these were clipped."""
+    assert on_ranks(_stepped_again) == [[0.5]] * 2
+
+
+def _leaves() -> tuple[int, int]:
+    param, optimizer = _made(0)
+    param.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = C.live_bytes()
+    optimizer.offload_state()
+    away = C.live_bytes()
+    optimizer.reload_state()
+    param.sum().backward()
+    optimizer.step()
+    assert param.detach().cpu().tolist() == [0.5] * NUMEL
+    optimizer.close()
+    return before, away
+
+
+def test_offload_state_leaves_no_master_on_the_device() -> None:
+    """Of an element, 12 bytes of masters and moments leave, and two of the reduced gradient."""
+    before, away = on_device(_leaves)
+    assert before - away >= 14 * NUMEL
