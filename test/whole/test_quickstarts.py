@@ -1,4 +1,4 @@
-"""The programs of docs/quickstarts.md and the lines of docs/choosing.md run as they stand."""
+"""The programs of docs/quickstarts.md, the lines of docs/choosing.md and those of README.md run as they stand."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from test.support.guides import DOCS, snippets
 from test.support.harness import run_processes
 
 PROGRAMS = snippets("quickstarts.md")
+README = snippets("../README.md")
 LINES = re.findall(r"`(zero_opt\.ShardedOptimizer\(.*\))` \|$", (DOCS / "choosing.md").read_text(), re.M)
 
 
@@ -28,13 +29,17 @@ def _free_port() -> int:
         return port
 
 
-def _program(rank: int, world_size: int, number: int, folder: str, port: int) -> None:
-    """Run a program as torchrun would start it; a rank alone as Python would."""
+def _start(rank: int, world_size: int, folder: str, port: int) -> None:
+    """Prepare this process as torchrun would; a rank alone as Python would."""
     os.chdir(folder)
     if world_size > 1:
         named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in named.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+
+
+def _program(rank: int, world_size: int, number: int, folder: str, port: int) -> None:
+    _start(rank, world_size, folder, port)
     exec(compile(PROGRAMS[number], "quickstarts.md", "exec"), {"__name__": "__main__"})
 
 
@@ -66,6 +71,42 @@ def test_program(number: int, ranks: int, tmp_path: Path) -> None:
 
 def test_every_program_is_run() -> None:
     assert len(PROGRAMS) == 5
+
+
+def _readme(rank: int, world_size: int, number: int, folder: str, port: int) -> list[bool]:
+    """Whether each parameter has changed, in a program around what the README has of a situation."""
+    _start(rank, world_size, folder, port)
+    code = README[number]
+    if world_size > 1 and "init_process_group" not in code:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 4))
+    names: dict[str, Any] = {"torch": torch, "zero_opt": zero_opt, "model": model, "device": "cpu"}
+    names["batches"] = list(torch.randn(3, 8, 30))
+    before = [param.detach().clone() for param in model.parameters()]
+    exec(compile(code, "README.md", "exec"), names)
+    opt, trained = names["opt"], names.get("ddp", names["model"])
+    if "opt.step()" not in code:
+        for batch in names["batches"]:
+            trained(batch.to(next(model.parameters()).dtype)).mean().backward()
+            opt.step()
+    opt.close()
+    after = [getattr(param, "full_tensor", param.detach)() for param in model.parameters()]
+    return [not torch.equal(old.to(new.dtype), new) for old, new in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(README)))
+def test_lines_of_the_readme(number: int, tmp_path: Path) -> None:
+    ranks = 1 if number == 0 else 2
+    found = run_processes(ranks, _readme, number, str(tmp_path), _free_port(), backend=None)
+    assert found == [[True] * 4] * ranks
+    if number == 1:
+        saved = torch.load(tmp_path / "opt.pt", weights_only=True)
+        assert [int(entry["step"]) for entry in saved["state"].values()] == [3] * 4
+
+
+def test_the_readme_has_each_situation() -> None:
+    assert len(README) == 4
 
 
 def _lines(rank: int, world_size: int, folder: str) -> list[Any]:

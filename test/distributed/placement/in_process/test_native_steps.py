@@ -209,7 +209,9 @@ def _written(rank: int, world_size: int, options: dict[str, Any], dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", [*OFFLOADS, "NVMeOffload"])
-def test_which_writes_a_step_sees_is_what_the_readme_says(where: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_which_writes_a_step_sees_is_what_the_page_of_limits_says(
+    where: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     options = {**OFFLOADS, "NVMeOffload": {"offload": zero_opt.NVMeOffload(tmp_path)}}[where]
     lost = where == "WorkerOffload" or (dtype is torch.bfloat16 and where not in ("none", "split"))
     for found in run_processes(2, _written, options, dtype):
