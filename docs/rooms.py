@@ -2,7 +2,7 @@
 
     python docs/rooms.py [--write]
 
-``--write`` replaces docs/rooms.md; a test fails while that page differs from what the imports say.
+``--write`` replaces docs/rooms.md and its picture; a test fails while these differ from what the imports say.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "zero_opt"
 NATIVE = ROOT / "native"
 PAGE = ROOT / "docs" / "rooms.md"
+PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
 
 
 def floors() -> tuple[str, ...]:
@@ -104,6 +105,7 @@ def page() -> str:
         "# The rooms\n",
         "`python docs/rooms.py --write` makes this page from the imports. A room imports only rooms below it. A number",
         "is how many names the modules of the room on its left import from the room above it.\n",
+        "![The rooms in one column; arcs lead from each room down to those it imports](pictures/rooms.svg)\n",
         f"```text\n{drawing()}\n```",
     ]
     for room in FLOORS:
@@ -119,9 +121,13 @@ def page() -> str:
 def main(arguments: list[str]) -> int:
     """Print the page, or write it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace docs/rooms.md")
+    parser.add_argument("--write", action="store_true", help="replace docs/rooms.md and docs/pictures/rooms.svg")
     if parser.parse_args(arguments).write:
+        sys.path.insert(0, str(ROOT))
+        from docs.pictures import rooms as picture
+
         PAGE.write_text(page(), encoding="utf-8")
+        PICTURE.write_text(picture.draw(), encoding="utf-8")
     else:
         print(page(), end="")
     return 0
