@@ -108,7 +108,7 @@ class OutOfMemory(ZeroOptError, MemoryError):
 
 
 class OutOfResources(ZeroOptError, RuntimeError):
-    """A rank's process can get no more file descriptors or threads; the message says which limit to raise."""
+    """A rank's process can get no more file descriptors, threads or room in a file; the message names the limit."""
 
 
 class StorageFailed(ZeroOptError, OSError):

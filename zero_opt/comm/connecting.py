@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.background_thread import SerialThread
-from ..system.shared_memory import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
+from ..system.limits import NO_DESCRIPTORS, limit_in
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
@@ -42,12 +42,8 @@ _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
 # Seconds within which a rank that has ended is found, or another one has said so.
 _FOUND_S = 3.0
-# Which limit a message of the operating system or of gloo is about.
-_LIMITS = {
-    "Too many open files": DESCRIPTOR_LIMIT,
-    "new thread": THREAD_LIMIT,
-    "Resource temporarily unavailable": THREAD_LIMIT,
-}
+# What the operating system or gloo says of a thread that cannot be started.
+_NO_THREAD = ("new thread", "Resource temporarily unavailable")
 # What gloo says of a connection to a rank that has ended.
 _BROKEN = ("refused", "reset", "connectFullMesh")
 # Seconds within which threads end that have nothing to wait for.
@@ -251,7 +247,7 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
     if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
         return error
     text = first_line(error)
-    limit = next((limit for sign, limit in _LIMITS.items() if sign in text), None)
+    limit = THREAD_LIMIT if any(sign in text for sign in _NO_THREAD) else limit_in(text)
     broken = limit is None and any(sign in text for sign in _BROKEN)
     with suppress(dist.DistError):  # the store is what fails
         try:

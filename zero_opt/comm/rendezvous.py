@@ -47,7 +47,7 @@ from .backend_errors import first_line
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
-from .store import StoreCalls, c10d, default_store, missing, values
+from .store import STORE_ERRORS, StoreCalls, c10d, default_store, missing, values
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 _PAUSE_RANK_S = 0.0004
@@ -236,7 +236,7 @@ class Meeting:
             raise
         finally:
             if self._due > _LOOK_AFTER_S:  # others know where this rank has waited
-                with contextlib.suppress(PeerLost):
+                with contextlib.suppress(*STORE_ERRORS):
                     self.ask(_at().set, str(dist.get_rank()), "")
             if not met:
                 self.ask.close()
@@ -256,7 +256,7 @@ class Meeting:
             if self.name:  # others may know already that this rank has come, and go on
                 default_store(self.name).compare_set(_FAILED, "", said)
 
-        with contextlib.suppress(PeerLost):
+        with contextlib.suppress(*STORE_ERRORS):
             self.ask(put)
 
     def look(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from ..errors import StepDesync
 from ..kernels.checks import GRAD_DTYPES
 from ..system.extension import native, native_available
+from ..system.limits import limit_in
 from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, page_aligned
 from . import process_identity
@@ -179,7 +180,9 @@ def _map_peers(rank: int, offers: Mapping[int, dict[str, Any]], nbytes: int) -> 
 
 def _why(error: Exception) -> str:
     """Return what is wrong without descriptor numbers, so that the next optimizer gives the same warning."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    limit = limit_in(text)
+    return text if limit is None else f"{text}; raise the limit of {limit}"
 
 
 @functools.cache

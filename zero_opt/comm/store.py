@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import PeerLost
+from ..errors import OutOfResources, PeerLost
 from ..system.background_thread import SerialThread
+from ..system.limits import limit_in
+from .backend_errors import first_line
 from .waits_beside import submitted
 
 # torch's own functions for groups; the private ones carry no types.
@@ -19,6 +21,8 @@ c10d: Any = dist.distributed_c10d
 # Seconds that the store may take to answer.
 _ANSWER_S = 60.0
 _ADVICE = "rank 0, or the launcher, serves it: look at whether that runs and its host is up, and restart all ranks"
+# What a call of the store raises where the store fails.
+STORE_ERRORS = (PeerLost, OutOfResources)
 _Answer = TypeVar("_Answer")
 
 
@@ -28,7 +32,10 @@ def default_store(prefix: str) -> Any:
 
 
 class StoreCalls:
-    """A thread that calls the store, so that the caller need not wait for it without end."""
+    """A thread that calls the store, so that the caller need not wait for it without end.
+
+    A call raises one of ``STORE_ERRORS``, or what the call itself raises.
+    """
 
     def __init__(self) -> None:
         self._thread = SerialThread("zero_opt store")
@@ -38,7 +45,8 @@ class StoreCalls:
         """Return what a call of the store returns.
 
         Raises:
-            PeerLost: the store does not answer, or its server has ended.
+            PeerLost: the store does not answer, or its server has ended. OutOfResources: it is a file, and a limit of
+                this process keeps it from being written or opened.
         """
         try:
             if self._silent:
@@ -49,7 +57,12 @@ class StoreCalls:
             self._silent = True
             raise PeerLost(f"the process group's store has not answered for {_ANSWER_S:.0f} s; {_ADVICE}") from None
         except dist.DistError as error:
-            text = str(error).splitlines()[0]
+            text = first_line(error)
+            limit = limit_in(text)
+            if limit is not None:
+                raise OutOfResources(
+                    f"the process group's store fails in this process ({text}); raise the limit of {limit}"
+                ) from error
             raise PeerLost(f"the process group's store cannot be reached; {_ADVICE} ({text})") from error
 
     def close(self) -> None:

@@ -17,8 +17,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..errors import OutOfMemory, OutOfResources, mib
+from ..errors import OutOfMemory, mib
 from .failures import on_failure
+from .limits import descriptor_errors, limit_in
 from .log import log
 
 PAGE = mmap.PAGESIZE
@@ -198,9 +199,6 @@ class GrowingArena(Arena):
 
 
 _REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC)
-# Memory is mapped by a descriptor.
-NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-DESCRIPTOR_LIMIT = "file descriptors: 'ulimit -n', docker's --ulimit nofile"
 
 
 def require_memory(nbytes: int, what: str) -> None:
@@ -217,19 +215,6 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def descriptor_errors(what: str) -> Iterator[None]:
-    """Within it, that the system refuses a file descriptor is an OutOfResources."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_DESCRIPTORS:
-            raise
-        raise OutOfResources(
-            f"{what} needs a file descriptor ({error}); raise the limit of {DESCRIPTOR_LIMIT}"
-        ) from error
-
-
-@contextlib.contextmanager
 def memory_errors(nbytes: int, what: str) -> Iterator[None]:
     """Within it, that the system refuses memory (a limit of the process, say) is an OutOfMemory.
 
@@ -242,9 +227,11 @@ def memory_errors(nbytes: int, what: str) -> Iterator[None]:
     except (OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno not in _REFUSED:
             raise
+        limit = limit_in(str(error))
+        hint = f"raise the limit of {limit}" if limit else "see the limits of this process (ulimit -a)"
         raise OutOfMemory(
             f"{what} needs {mib(nbytes)} of host memory, and the system refuses it ({error}) though "
-            f"{mib(memory_left())} may still be had; see the limits of this process (ulimit -a)"
+            f"{mib(memory_left())} may still be had; {hint}"
         ) from error
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..comm.backend_errors import first_line
 from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
-from ..comm.store import StoreCalls, missing, values
+from ..comm.store import STORE_ERRORS, StoreCalls, missing, values
 from ..errors import ConfigError, PeerLost, ZeroOptError
 from ..system.numa import ranges
 from ..system.waiting import until
@@ -237,7 +237,7 @@ def print_comparison(
             return _compare(launch, as_json, patience_s)
         finally:
             launch.close()
-    except PeerLost as error:
+    except STORE_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -252,7 +252,7 @@ def _compare(launch: _Launch, as_json: bool, patience_s: float) -> int:
         if launch.absent("outcome", [0], 4 * patience_s):
             raise PeerLost(f"{named([launch.rank])} has had no answer from rank 0; its log may say more")
         status = int(launch.read("outcome", [0])[0])
-        with suppress(PeerLost):
+        with suppress(*STORE_ERRORS):
             launch.leave("read", "")
         return status
     came = [rank for rank in everyone if rank not in absent]

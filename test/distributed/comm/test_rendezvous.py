@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -321,6 +322,30 @@ def _server_is_stopped(rank: int, world_size: int, folder: Path) -> str:
 def test_a_store_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
     _, text = run_processes(2, _server_is_stopped, tmp_path, timeout=PATIENCE_S, backend=None, may_hang={0})
     assert text.startswith("the process group's store has not answered for 2 s; rank 0, or the launcher, serves it")
+
+
+def _store_file_is_limited(rank: int, world_size: int, kind: int, folder: Path) -> str:
+    """Each rank meets that it cannot write to the store's file, or cannot open it."""
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (0, limits[1]))
+    try:
+        if kind == resource.RLIMIT_FSIZE:  # else connections to the others are what there are no descriptors for
+            _train_with(zero_opt.Checks())
+        rendezvous.StoreCalls()(store.set, "key", "value")
+    except zero_opt.OutOfResources as error:
+        return str(error)
+    finally:
+        resource.setrlimit(kind, limits)
+    return "no error"
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(resource.RLIMIT_FSIZE, "-f"), (resource.RLIMIT_NOFILE, "-n")])
+def test_a_store_whose_file_a_limit_bounds_names_the_limit(kind: int, limit: str, tmp_path: Path) -> None:
+    for text in run_processes(2, _store_file_is_limited, kind, tmp_path, backend=None):
+        assert text.startswith("the process group's store fails in this process (") and f"'ulimit {limit}'" in text
 
 
 def _earlier_group(rank: int, world_size: int) -> Tensor:

@@ -112,22 +112,22 @@ def offering(other: Callable[[int], int]) -> Callable[[int], shared_memory.Arena
 
 
 @contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Within it, no file can be opened."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+def limited(kind: int) -> Iterator[None]:
+    """Within it, no file can be opened (RLIMIT_NOFILE), or none made longer (RLIMIT_FSIZE)."""
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (0, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(kind, limits)
 
 
-def without_descriptors(call: Callable[..., Any]) -> Callable[..., Any]:
-    def there_are_none(*arguments: Any) -> Any:
-        with no_descriptors():
+def with_limit(kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*arguments: Any) -> Any:
+        with limited(kind):
             return call(*arguments)
 
-    return there_are_none
+    return called
 
 
 def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
@@ -153,10 +153,15 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
         patch.setattr(process_identity, "_BOOT_ID", "/proc/no such file")
     elif how == "no descriptors" and rank == 1:
         patch.setattr(
-            backend_exchanges, "build_host_exchange", without_descriptors(shared_memory_exchange.build_host_exchange)
+            backend_exchanges,
+            "build_host_exchange",
+            with_limit(resource.RLIMIT_NOFILE, shared_memory_exchange.build_host_exchange),
         )
+    elif how == "no longer files" and rank == 1:
+        patch.setattr(shared_memory_exchange, "_new_arena", with_limit(resource.RLIMIT_FSIZE, NEW_ARENA))
     elif how == "no descriptors to map by" and rank == 1:
-        patch.setattr(shared_memory_exchange, "_map_peers", without_descriptors(lambda *given: list(MAP_PEERS(*given))))
+        mapping = with_limit(resource.RLIMIT_NOFILE, lambda *given: list(MAP_PEERS(*given)))
+        patch.setattr(shared_memory_exchange, "_map_peers", mapping)
     elif how in FOREIGN and rank == 1:
         patch.setattr(shared_memory_exchange, "_new_arena", offering(FOREIGN[how]))
     for _ in range(2):
@@ -176,8 +181,9 @@ REASONS = {
     "no mapping": "rank 1 cannot map another rank's memory: .*not permitted",
     "no extension": "rank 1 has no shared memory: the native extension is not built",
     "not Linux": "rank 0 has no shared memory: there is no memfd on darwin",
-    "no descriptors": "rank 1 has no shared memory: .*Too many open files",
-    "no descriptors to map by": "rank 1 cannot map another rank's memory: .*Too many open files",
+    "no descriptors": "rank 1 has no shared memory: .*Too many open files; .*'ulimit -n'",
+    "no descriptors to map by": "rank 1 cannot map another rank's memory: .*Too many open files; .*'ulimit -n'",
+    "no longer files": "rank 1 has no shared memory: File too large; .*'ulimit -f'",
     "an empty file": "rank 0 cannot map another rank's memory: .*it has 0 bytes",
     "a pipe": "rank 0 cannot map another rank's memory: .*is no shared memory",
     "a file of the size": "rank 0 cannot map another rank's memory: .*is no shared memory",

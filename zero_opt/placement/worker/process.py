@@ -24,16 +24,9 @@ from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
 from ...system.background_thread import SerialThread
 from ...system.extension import native
+from ...system.limits import NO_DESCRIPTORS, descriptor_errors
 from ...system.log import log
-from ...system.shared_memory import (
-    NO_DESCRIPTORS,
-    GrowingArena,
-    above_stdio,
-    close_own,
-    descriptor_errors,
-    memory_errors,
-    require_memory,
-)
+from ...system.shared_memory import GrowingArena, above_stdio, close_own, memory_errors, require_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
