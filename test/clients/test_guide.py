@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,11 +10,10 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from test.support.guides import snippets
+from test.support.guides import run_under_torchrun, snippets
 
 from . import models, runs
 
-_ROOT = Path(__file__).resolve().parents[2]
 _PRELUDE = """
 import torch
 from test.clients import models
@@ -58,19 +54,7 @@ def test_snippet(
     tmp_path: Path,
 ) -> None:
     """It ends well, and AdamW loads and goes on with what it has saved."""
-    program = tmp_path / "program.py"
-    program.write_text(_PRELUDE + snippets("clients.md")[number])
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={runs.WORLD_SIZE}"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        timeout=runs.TIMEOUT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_under_torchrun(_PRELUDE + snippets("clients.md")[number], tmp_path, runs.WORLD_SIZE, runs.TIMEOUT_S)
     state_dict = saved(tmp_path)
     opt = AdamW(groups(models.gpt2()))
     params = [param for group in opt.param_groups for param in group["params"]]

@@ -1,8 +1,11 @@
-"""What the guides have of code."""
+"""What the guides have of code, and how a program is started."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -14,3 +17,24 @@ def snippets(guide: str) -> list[str]:
     return [
         "\n" * text[: m.start(1)].count("\n") + m[1] for m in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
     ]
+
+
+def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float) -> None:
+    """Run a program in a folder, as torchrun starts it on one host.
+
+    Raises:
+        AssertionError: it has failed, with what it has written to stderr.
+    """
+    file = folder / "program.py"
+    file.write_text(program)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(file)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
