@@ -16,9 +16,9 @@ WORLD_SIZE = 4
 # When the backward of each bucket's layers ends, and its reduce-scatter; the first begins at START.
 START, BACKWARD, REDUCED = 150, (245, 340, 435), (325, 425, 560)
 # When each phase of step() ends; the fifth steps one bucket after another.
-PHASES = (500, 546, 612, 666, 852, 930)
-STEPPED, GATHERED = (728, 790, 852), (788, 850, 916)
-END = 946
+PHASES = (500, 546, 612, 666, 867, 945)
+STEPPED, GATHERED = (733, 800, 867), (798, 865, 932)
+END = 960
 # Heights: of the rows, and of one bucket of gradients.
 MAIN, EXCHANGE, HELD, BAR, UNIT = 70, 160, 330, 30, 26
 

@@ -27,7 +27,7 @@ SEGMENTS = {
 }
 GIB = 1 << 30
 # Of a picture: units per GiB, where bars begin, the height of a bar, and how far one is below the other.
-SCALE, LEFT, BAR, PITCH = 21.0, 236.0, 16, 21
+SCALE, LEFT, BAR, PITCH = 21.0, 256.0, 16, 21
 
 
 def estimated(name: str) -> zero_opt.Estimate:
@@ -62,13 +62,13 @@ def draw() -> str:
     rows = {name: [place for place in PLACES if found.nbytes(where=place) > GIB / 20] for name, found in held.items()}
     height = 76 + sum(PITCH * len(places) + 16 for places in rows.values())
     words = f"What each of {WORLD_SIZE} ranks holds: AdamW, {NUMEL // 10**9} billion bf16 parameters, fp32 masters"
-    picture = Picture(860, height, words)
+    picture = Picture(880, height, words)
     picture.text(16, 26, words, "ink bold")
     x = 16.0
     for color, (label, _) in SEGMENTS.items():
         picture.rect(x, 40, 12, 12, color)
         picture.text(x + 17, 50, label, "faint small")
-        x += 34 + 6.2 * len(label)
+        x += 34 + 6.7 * len(label)
     y = 76
     for name, places in rows.items():
         picture.text(16, y + 12, f"offload={name}", "ink code")

@@ -17,9 +17,9 @@ WIDTHS = {1: 0.8, 5: 1.6, 15: 3.0, 40: 5.0}
 
 
 def words(room: str) -> str:
-    """Return what a room is, up to the first period or colon, in 60 characters at the most."""
+    """Return what a room is, up to the first period or colon, in 56 characters at the most."""
     sentence = rooms.first_sentence(rooms.modules()[room]).replace("`", "")
-    return shorten(re.split(r"[.:](?:\s|$)", sentence)[0], 60, placeholder=" …")
+    return shorten(re.split(r"[.:](?:\s|$)", sentence)[0], 56, placeholder=" …")
 
 
 def draw() -> str:

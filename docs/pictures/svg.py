@@ -23,11 +23,11 @@ LINES = {"arrow": "fill:none;stroke-width:1.2", "thin": "fill:none;stroke-width:
 def style() -> str:
     """Return the style sheet of every picture."""
     rules = [
-        "text{font:13px system-ui,-apple-system,'Segoe UI',sans-serif}",
-        ".small{font-size:11px}",
+        "text{font:14px system-ui,-apple-system,'Segoe UI',sans-serif}",
+        ".small{font-size:12px}",
         ".bold{font-weight:600}",
     ]
-    rules += [".code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:11px}"]
+    rules += [".code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px}"]
     rules += [f".{name}{{{line}}}" for name, line in LINES.items()]
     rules.append(".line{stroke-opacity:0.7}")
     lines = ",".join(f".{name}" for name in LINES)
