@@ -89,6 +89,17 @@ def check_dtype(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be floating-point, of 16 bits or more, got {quoted(value)}")
 
 
+def _check_folder(name: str, value: object) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigTypeError(f"{name} must be a directory's path, got {quoted(value)}")
+    try:
+        encoded = os.fsencode(value)
+    except UnicodeEncodeError:
+        encoded = b""
+    if not encoded or b"\0" in encoded:
+        raise ConfigError(f"{name} must be a directory's path, got {quoted(value)}")
+
+
 def _check_model(owner: str, value: object) -> None:
     if value is not None and (isinstance(value, type) or not hasattr(value, "named_modules")):
         raise ConfigTypeError(
@@ -126,15 +137,6 @@ class Reduction:
             _check_positive(f"{owner}.bucket_mb", self.bucket_mb)
         _check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
         _check_model(owner, self.overlap_param_gather)
-
-
-def bucket_mb_of(reduction: Reduction | AlreadyReduced, *, between_hosts: bool) -> float:
-    """Return the bucket size, chosen if none is given.
-
-    Between hosts several buckets are on the wire at a time: small ones begin sooner, and lose nothing. On one host
-    each message costs processor time.
-    """
-    return (5 if between_hosts else 25) if reduction.bucket_mb is None else reduction.bucket_mb
 
 
 @dataclass(frozen=True)
@@ -350,10 +352,7 @@ class NVMeOffload:
 
     def __post_init__(self) -> None:
         _check_selective_field("NVMeOffload", self.selective)
-        if not isinstance(self.path, (str, os.PathLike)):
-            raise ConfigTypeError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
-        if not os.fspath(self.path) or "\0" in os.fsdecode(self.path):
-            raise ConfigError(f"NVMeOffload.path must be a directory's path, got {quoted(self.path)}")
+        _check_folder("NVMeOffload.path", self.path)
         _check_positive("NVMeOffload.window_mb", self.window_mb)
         _check_threads("NVMeOffload", self.threads)
         _check_seconds("NVMeOffload.hang_timeout", self.hang_timeout)

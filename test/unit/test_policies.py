@@ -181,7 +181,12 @@ def test_worker_cores_may_differ_between_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("path", [""]), ("window_mb", [0, math.inf]), ("threads", [0, 1025]), ("hang_timeout", [-1, math.nan])],
+    [
+        ("path", ["", "\0", "\ud800"]),
+        ("window_mb", [0, math.inf]),
+        ("threads", [0, 1025]),
+        ("hang_timeout", [-1, math.nan]),
+    ],
 )
 def test_options_of_a_file_that_cannot_work_are_quoted(field: str, values: list[Any]) -> None:
     for value in values:

@@ -13,8 +13,7 @@ from ..comm.agreement import Agreement
 from ..comm.backend_exchanges import between_hosts
 from ..comm.exchange import Exchange, close_all
 from ..placement import Placement
-from ..policies import bucket_mb_of
-from ..reduction import ReductionParts, StepCount, build_reduction
+from ..reduction import ReductionParts, StepCount, bucket_mb_of, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.partition import Partition
 from ..sharding.wrapped_class import is_elementwise

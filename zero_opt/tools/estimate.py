@@ -17,8 +17,8 @@ from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
 from ..placement import Offload
-from ..policies import AdamState, Checks, MixedPrecision, Overlapped, bucket_mb_of, check_dtype, check_integer
-from ..reduction import ReductionPolicy
+from ..policies import AdamState, Checks, MixedPrecision, Overlapped, check_dtype, check_integer
+from ..reduction import ReductionPolicy, bucket_mb_of
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..system.devices import HOST, is_meta

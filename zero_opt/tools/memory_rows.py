@@ -17,7 +17,8 @@ from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.compact_state import is_compact
 from ..placement.memory import DEVICE, MemoryInputs, Tally
-from ..policies import AlreadyReduced, Overlapped, bucket_mb_of
+from ..policies import AlreadyReduced, Overlapped
+from ..reduction import bucket_mb_of
 from ..sharding.buckets import GradBucket, number_pieces
 from ..sharding.wrapped_class import is_elementwise
 from ..state.trial import StateSizes

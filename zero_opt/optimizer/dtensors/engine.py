@@ -12,8 +12,8 @@ from torch import Tensor
 from ...comm.agreement import StepAgreement
 from ...errors import ZeroOptError
 from ...placement.compact_state import is_compact
-from ...policies import AlreadyReduced, Overlapped, bucket_mb_of
-from ...reduction import GradShard, ReductionPolicy
+from ...policies import AlreadyReduced, Overlapped
+from ...reduction import GradShard, ReductionPolicy, bucket_mb_of
 from ...reduction.grad_norm import Measured, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
 from ..compact_rows import stored_parts
