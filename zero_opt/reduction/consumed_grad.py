@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GradientConsumed
 from ..system.devices import read_here
+from ..system.frames import inside_conversion
 
 aten = torch.ops.aten
 
@@ -129,6 +130,10 @@ _WAYS_OUT = (_EDIT, _CLIP, _DDP)
 _REDUCE = "gradients are averaged already: leave your own all-reduce out"
 _FINITE = 'to look for inf and NaN, pass checks=zero_opt.Checks(nonfinite="skip") or "raise"'
 _STEP = "a parameter is stepped by one optimizer: take it out of the other"
+_CONVERT = (
+    "move or cast the model before its optimizer is made; what leaves dtypes, devices and shapes alone, as "
+    "model.share_memory(), comes after opt.zero_grad()"
+)
 _SCALE = "to scale gradients, scale the loss before backward"
 # What a user who calls an operator most likely wants, by the operator's name.
 _WANTED = {
@@ -149,10 +154,12 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
         first = _DDP
     elif name.endswith("_") and isinstance(args[0], torch.nn.Parameter):
         first = _STEP
-    others = "; ".join(way for way in _WAYS_OUT if way is not first)
+    others = f" Otherwise: {'; '.join(way for way in _WAYS_OUT if way is not first)}."
+    if inside_conversion():
+        first, others = _CONVERT, ""
     return GradientConsumed(
         f"{first[0].upper()}{first[1:]}. {func} met the gradient of {label}, whose values have moved into a sharded "
-        f"gradient bucket. Otherwise: {others}."
+        f"gradient bucket.{others}"
     )
 
 

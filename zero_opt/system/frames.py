@@ -1,4 +1,4 @@
-"""The stack of the calling thread, and what it says of autograd."""
+"""The stack of the calling thread, and what it says of torch's functions that have called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+import torch
 import torch.autograd.function as autograd_function
 
 _FUNCTION_FILE = autograd_function.__file__
@@ -15,6 +16,11 @@ def inside_function() -> bool:
     """Return whether this thread is in the forward or the backward of an autograd Function."""
     codes = (frame.f_code for frame in calling_frames())
     return any(code.co_name == "apply" and code.co_filename == _FUNCTION_FILE for code in codes)
+
+
+def inside_conversion() -> bool:
+    """Return whether this thread is in a call that moves or casts a module, as ``module.to()``."""
+    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in calling_frames())
 
 
 def calling_frames() -> Iterator[FrameType]:

@@ -159,6 +159,28 @@ def test_the_way_out_of_what_was_called_comes_first(what: str) -> None:
     assert str(caught.value).startswith(LEADS[what])
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.double(),
+        lambda model: model.bfloat16(),
+        lambda model: model.to("meta"),
+        lambda model: model.to_empty(device="cpu"),
+        lambda model: model.share_memory(),
+        lambda model: model.to(memory_format=torch.channels_last),
+    ],
+    ids=["double", "bfloat16", "device", "to_empty", "share_memory", "memory format"],
+)
+def test_the_way_out_of_moving_or_casting_the_model_is_to_do_so_before(convert: Callable[[Any], Any]) -> None:
+    owner = Owner()
+    param, _ = consumed(owner, (2, 3, 2, 2))
+    model = torch.nn.ParameterList([param])
+    with pytest.raises(GradientConsumed) as caught:
+        convert(torch.nn.Sequential(model))
+    assert str(caught.value).startswith("Move or cast the model before its optimizer is made; ")
+    assert not any(fix in str(caught.value) for fix in FIXES)
+
+
 def test_the_way_out_of_an_all_reduce_is_to_leave_it_out() -> None:
     _, grad = consumed(Owner())
     with pytest.raises(GradientConsumed) as caught:
