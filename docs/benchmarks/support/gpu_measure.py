@@ -130,8 +130,7 @@ def join_a_group_of_one(device: str) -> None:
 def measured(name: str, size: Size) -> dict[str, Any]:
     """Train the bare model, then the same one with a system; return times and memory of both."""
     join_a_group_of_one(size.device)
-    with torch.device(size.device):
-        model = Loss(size_for(size.params, size.context), torch.bfloat16)
+    model = Loss(size_for(size.params, size.context), torch.bfloat16).to(size.device)
     batches = random_batches(size)
     bare = trained(SYSTEMS["alone"].build(model, MAX_NORM), batches, size)
     bare_allocated, bare_reserved = peaks(size.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -59,5 +60,6 @@ def gpu() -> str:
         return "no GPU"
     properties = torch.cuda.get_device_properties(0)
     version = Path("/proc/driver/nvidia/version")
-    driver = version.read_text().splitlines()[0] if version.exists() else "driver unknown"
+    found = re.search(r"\d+(\.\d+)+", version.read_text()) if version.exists() else None
+    driver = f"driver {found[0] if found else 'unknown'}"
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB; {driver}; CUDA {torch.version.cuda}"

@@ -380,7 +380,7 @@ def groups_are_added(rank: Rank) -> Any:
     rank.step(0)
     device = rank.place.devices[0]
     extra = torch.nn.Parameter(torch.ones(96, device=device, dtype=rank.case.dtype))
-    rank.optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    rank.optimizer.add_param_group({"params": [extra], "lr": 0.25})
     for step in (1, 2):
         (rank.loss(step) + (extra * (1 + rank.rank)).float().sum()).backward()
         rank.optimizer.step()
