@@ -11,6 +11,8 @@ import zero_opt
 from test.accelerator import C, unavailable
 from test.accelerator.ranks import on_device, on_ranks
 from test.accelerator.runner import DEVICE
+from test.support.harness import assert_bitwise
+from zero_opt.placement.in_process import placement
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -61,3 +63,34 @@ def test_offload_state_leaves_no_master_on_the_device() -> None:
     """Of an element, 12 bytes of masters and moments leave, and two of the reduced gradient."""
     before, away = on_device(_leaves)
     assert before - away >= 14 * NUMEL
+
+
+def _in_portions(rank: int, numel: int, options: dict[str, Any]) -> tuple[int, list[torch.Tensor]]:
+    """Train with buckets of 512 elements, so many elements of which are stepped by one call."""
+    placement._TOGETHER_NUMEL = numel  # in this process, which is the rank's own
+    calls, step_of_class = [], torch.optim.Adam.step
+    torch.optim.Adam.step = lambda *given: calls.append(step_of_class(*given))
+    device = torch.device(DEVICE, rank)
+    params = [torch.nn.Parameter(torch.ones(512, device=device, dtype=torch.bfloat16)) for _ in range(6)]
+    reduction = zero_opt.Overlapped(bucket_mb=1024 / 2**20)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, lr=0.25, reduction=reduction, **options)
+    for step in range(3):
+        used = params if step != 1 else params[:2]  # the others have no gradient on any rank
+        torch.autograd.backward(used, [torch.full_like(param, 1 + rank + i) for i, param in enumerate(used)])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [param.detach().cpu() for param in params]
+    optimizer.close()
+    return len(calls), found
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": MASTERS}], ids=["narrow", "masters"])
+def test_buckets_are_stepped_together_to_the_same_bits(options: dict[str, Any]) -> None:
+    """A call takes the host longer than it takes a device to step a bucket. Ranks have half of each bucket."""
+    found = {}
+    for numel, calls in ((1, 6 + 2 + 6), (2 * 256, 3 + 1 + 3), (1 << 20, 1 + 1 + 1)):
+        for counted, params in on_ranks(lambda rank, numel=numel: _in_portions(rank, numel, options)):
+            assert counted == calls
+            found.setdefault(numel, []).append(params)
+    assert_bitwise(found[1], found[512])
+    assert_bitwise(found[1], found[1 << 20])

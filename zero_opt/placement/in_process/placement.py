@@ -16,6 +16,7 @@ from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
+from ...system.devices import is_host
 from ...system.same_objects import SameObjects
 from ..adam_rules import require_fitting, say_without_masters
 from ..compact_state import require_own_master, require_squares_of
@@ -23,6 +24,9 @@ from ..interface import ParamState, SlicePlacement
 from ..read_through import ReadThrough
 from .native_steps import NativeSteps
 from .units import DeviceUnits, SliceGrads, Unit
+
+# Elements that an accelerator steps by one call of the class, whose gradients take 256 MiB where they are widened.
+_TOGETHER_NUMEL = 64 << 20
 
 
 class Work(NamedTuple):
@@ -144,22 +148,20 @@ class DevicePlacement(SlicePlacement[Unit]):
             outer.update(hypers_of(own))  # some classes keep adapted values in their groups
 
     def _step_shards(self, grads: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
-        """Step one bucket at a time, so that it can be on its way to the other ranks while the next is stepped.
+        """Step a few buckets at a time, so that they can be on their way to the other ranks while the next are stepped.
 
         All are stepped at once where the class may keep state per group or per step.
         """
-        if self._apart:
-            for shard in grads:
-                for work in self._works([shard]):
+        for together in _portions(grads) if self._apart else [grads]:
+            works = list(self._works(together))
+            if self._apart and len(together) == 1:
+                for work in works:
                     self._fetch_and_step(work, grad_scale)
-                if shard.used:
-                    yield shard.bucket
-            return
-        works = list(self._works(grads))
-        for work in works:
-            work.unit.fetch(work.grads)
-        self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
-        yield from used_buckets(grads)
+            else:
+                for work in works:
+                    work.unit.fetch(work.grads)
+                self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
+            yield from used_buckets(together)
 
     def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
         """What there is to step."""
@@ -345,6 +347,27 @@ class DevicePlacement(SlicePlacement[Unit]):
 
     def close(self) -> None:
         self._make_units.close()  # state stays readable
+
+
+def _portions(grads: Sequence[GradShard]) -> Iterator[Sequence[GradShard]]:
+    """Cut shards into runs that are stepped together: each alone in host memory, several on an accelerator.
+
+    The class's call for a bucket takes the host longer than it takes an accelerator to step 25 MB.
+    """
+    portion, numel = list[GradShard](), 0
+    for shard in grads:
+        own = [grad for grad in shard.grads if grad is not None]
+        in_host = any(is_host(grad.device) for grad in own)
+        if in_host and portion:
+            yield portion
+            portion, numel = [], 0
+        portion.append(shard)
+        numel += sum(grad.numel() for grad in own)
+        if in_host or numel >= _TOGETHER_NUMEL:
+            yield portion
+            portion, numel = [], 0
+    if portion:
+        yield portion
 
 
 def _searchable(ids: list[int]) -> Sequence[int]:
