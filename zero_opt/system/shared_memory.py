@@ -46,6 +46,9 @@ def above_stdio(fd: int) -> int:
         os.close(fd)
 
 
+CLOSED_BY_PROGRAM = "has the program closed zero_opt's file descriptors (os.closerange)?"
+
+
 def close_own(fd: int) -> None:
     """Close a descriptor of ours. One that the program has closed, with others it does not know, is a warning."""
     try:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...errors import StorageFailed, StorageFull, mib
 from ...system.log import log
 from ...system.readable_pages import require_writable
-from ...system.shared_memory import above_stdio, close_own
+from ...system.shared_memory import CLOSED_BY_PROGRAM, above_stdio, close_own
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
 BLOCK_BYTES = 4096
@@ -50,7 +50,11 @@ def _storage_errors(what: str, hint: str = "") -> Iterator[None]:
     """Within the context, an error of the system's is a StorageFailed: what went wrong, why, and what to do."""
     try:
         yield
+    except StorageFailed:
+        raise
     except OSError as error:
+        if error.errno == errno.EBADF:
+            hint = f"; {CLOSED_BY_PROGRAM} If so, load a checkpoint into a new optimizer"
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if error.errno in (errno.EFBIG, errno.EINVAL) and most != resource.RLIM_INFINITY:
             # A write that the limit cuts short goes on in the middle of a block.
@@ -120,15 +124,16 @@ class StateFile:
         """
         if nbytes <= self.nbytes:
             return
-        direct = self.direct
-        self._set_direct(False)  # where it must be emulated, reserving writes single bytes
-        try:
-            os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)
-        except OSError as error:
-            os.ftruncate(self._fd, self.nbytes)
-            self._refuse(nbytes - self.nbytes, error)
-        finally:
-            self._set_direct(direct)
+        with _storage_errors(f"optimizer state in {self.folder!r} gets no more room"):
+            direct = self.direct
+            self._set_direct(False)  # where it must be emulated, reserving writes single bytes
+            try:
+                os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)
+            except OSError as error:
+                os.ftruncate(self._fd, self.nbytes)
+                self._refuse(nbytes - self.nbytes, error)
+            finally:
+                self._set_direct(direct)
         self.nbytes = nbytes
 
     def _refuse(self, nbytes: int, error: OSError) -> None:

@@ -8,6 +8,7 @@ That is also how one is ended here, and how it is replaced when it does not get 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import subprocess
@@ -26,7 +27,14 @@ from ...system.background_thread import SerialThread
 from ...system.extension import native
 from ...system.limits import NO_DESCRIPTORS, descriptor_errors
 from ...system.log import log
-from ...system.shared_memory import GrowingArena, above_stdio, close_own, memory_errors, require_memory
+from ...system.shared_memory import (
+    CLOSED_BY_PROGRAM,
+    GrowingArena,
+    above_stdio,
+    close_own,
+    memory_errors,
+    require_memory,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +68,18 @@ def _waking() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise WorkerFailed(f"{error}; has the program closed zero_opt's file descriptors (os.closerange)?") from error
+        raise WorkerFailed(f"{error}; {CLOSED_BY_PROGRAM}") from error
+
+
+@contextlib.contextmanager
+def _growing() -> Iterator[None]:
+    """Within it, that the arena's descriptor is closed is a WorkerFailed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        raise WorkerFailed(f"the worker's memory cannot be made longer ({error}); {CLOSED_BY_PROGRAM}") from error
 
 
 class _Child:
@@ -93,7 +112,8 @@ class _Child:
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
                     raise
-                raise WorkerFailed(f"cannot start a worker: {error}") from error
+                hint = f"; {CLOSED_BY_PROGRAM}" if error.errno == errno.EBADF else ""
+                raise WorkerFailed(f"cannot start a worker: {error}{hint}") from error
             undo.pop_all()
         self._poll = select.poll()
         self._poll.register(self.pidfd, select.POLLIN)
@@ -108,9 +128,12 @@ class _Child:
         return (self._popen.returncode or 0) < 0
 
     def said(self) -> str:
-        """The end of what it has written to its standard error."""
-        start = max(os.fstat(self._stderr).st_size - _STDERR_BYTES, 0)
-        return os.pread(self._stderr, _STDERR_BYTES, start).decode(errors="replace").strip()
+        """The end of what it has written to its standard error; nothing if the program has closed that."""
+        try:
+            start = max(os.fstat(self._stderr).st_size - _STDERR_BYTES, 0)
+            return os.pread(self._stderr, _STDERR_BYTES, start).decode(errors="replace").strip()
+        except OSError:
+            return ""
 
     def _kill(self) -> int:
         with contextlib.suppress(ProcessLookupError):
@@ -249,14 +272,14 @@ class WorkerProcess:
         The arena is mapped anew: views of it are to be made again. :meth:`start` is to be called.
 
         Raises:
-            OutOfMemory: there is not so much; nothing has changed.
+            OutOfMemory: there is not so much; nothing has changed. WorkerFailed: the arena's descriptor is closed.
         """
         self.require_not_forked()
         what = "the optimizer state and gradients of this rank's worker"
         require_memory(nbytes, what)
         self._handles.end_child()
         start = self.arena.bytes.numel()
-        with memory_errors(nbytes, what):
+        with memory_errors(nbytes, what), _growing():
             self.arena.grow(start + nbytes)
         self._connect()
         return start
@@ -296,7 +319,8 @@ class WorkerProcess:
     def _obituary(self, child: _Child, what: str) -> str:
         """End a worker, and say how it ended and what it said."""
         said = self.control.error or child.said()
-        return f"worker process {child.pid} {what} ({self._handles.end_child()})" + (f": {said}" if said else "")
+        hint = f"; {CLOSED_BY_PROGRAM}" if os.strerror(errno.EBADF) in said else ""
+        return f"worker process {child.pid} {what} ({self._handles.end_child()})" + (f": {said}{hint}" if said else "")
 
     def _replace(self, child: _Child, what: str) -> None:
         """Make sure that a worker is gone, and start a successor, which finishes the step.

@@ -131,6 +131,24 @@ def test_what_else_touches_state_that_is_lost_is_an_error_and_no_signal(what: st
     run_processes(1, _edits, tmp_path, what, dtype, backend=None)
 
 
+@pytest.mark.parametrize("what", ["step", "load", "grow"])
+def test_a_file_that_the_program_has_closed_says_so(what: str, tmp_path: Path) -> None:
+    params, late = make_params(), torch.nn.Parameter(torch.ones(1 << 14))
+    optimizer = make(params, tmp_path)
+    backward(params, 1, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    backward(params, 2, 0)
+    if what == "grow":
+        optimizer.add_param_group({"params": [late]})
+        late.grad = torch.ones_like(late)
+    os.close(placement_of(optimizer)._disk.file._fd)
+    said = r"\(Bad file descriptor\); has the program closed .* load a checkpoint into a new optimizer"
+    with pytest.raises(zero_opt.StorageFailed, match=said):
+        optimizer.load_state_dict(saved) if what == "load" else optimizer.step()
+    optimizer.close()
+
+
 def test_a_kernel_that_cannot_tell_is_not_needed_for_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes are read and written back instead; that changes none of them."""
     monkeypatch.setattr(readable_pages, "_POPULATE_WRITE", 10_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import multiprocessing
@@ -210,6 +211,39 @@ def test_descriptors_that_the_program_has_closed_do_not_keep_it_from_closing(
     worker.close()
     assert gone(victim)
     assert caplog.text.count("the program has closed file descriptor") == 3
+
+
+def test_memory_and_successors_that_need_descriptors_which_the_program_has_closed(
+    trainers: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    trainer = trainers(max_deaths=3)
+    victim, handles = trainer.pid, trainer.worker._handles
+    assert handles.child is not None
+    for fd in (trainer.worker.arena.fd, handles.done, handles.child._stderr):
+        os.close(fd)
+    with pytest.raises(
+        WorkerFailed, match=r"memory cannot be made longer .*Bad file descriptor\); has the program closed"
+    ):
+        trainer.worker.extend(1 << 16)
+    assert gone(victim)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", closed)
+    with pytest.raises(WorkerFailed, match=r"cannot start a worker: .*Bad file descriptor; has the program closed"):
+        trainer.worker.start()
+    trainer.worker.close()
+
+
+def test_a_worker_that_ends_for_a_closed_descriptor_says_who_may_have_closed_it(
+    trainers: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainers(max_deaths=1)
+    text = "zero_opt worker: an event of the worker: Bad file descriptor"
+    monkeypatch.setattr(worker_process._Child, "said", lambda _: text)
+    os.kill(trainer.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"{text}; has the program closed"):
+        trainer.step()
 
 
 def test_a_successor_without_descriptors_names_the_limit(trainers: Callable[..., Trainer]) -> None:
