@@ -71,6 +71,8 @@ def _threaded_world() -> Iterator[object]:
     _threaded.ProcessLocalGroup.reset()
     _c10d._set_thread_isolation_mode(True)
     world = _threaded._install_threaded_pg()
+    if not hasattr(world, "comms"):  # which torch 2.11 looks for in it, and forgets to make
+        world.comms = []
     try:
         yield world
     finally:
