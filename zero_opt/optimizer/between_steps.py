@@ -94,7 +94,7 @@ class BetweenSteps(Engine):
         self._loaded = self._half_loaded = self._closed = False
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
-        self._lost_peer = False  # a call of all ranks has ended in PeerLost
+        self._parted = False  # ranks have lost each other, or given each other up: they share no call any more
         self._told_pending = False  # all ranks have raised what was changed while a step was pending
         self._digest, self._forms = HyperDigest(), HyperForms(config.optimizer_class)
         parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
@@ -130,9 +130,10 @@ class BetweenSteps(Engine):
             self._told_pending = False
         except BaseException as error:
             self._told_pending |= isinstance(error, StepPending)
-            self._lost_peer |= isinstance(error, PeerLost)
+            self._parted |= isinstance(error, PeerLost)
             alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
             if alone and id(error) != self.agreement.told and error is not self._guard.failure:
+                self._parted = True
                 self.group.leave_interrupted(error, f"{self._one_call.under_way} in")
             raise
 
@@ -140,9 +141,8 @@ class BetweenSteps(Engine):
 
     def require_copyable(self) -> None:
         raise ConfigTypeError(
-            "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled, since its state "
-            "is not in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every "
-            "rank"
+            "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled: its state is not "
+            "in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every rank"
         )
 
     def set_state(self, state: dict[str, Any]) -> None:  # noqa: ARG002  (of the protocol)
@@ -239,8 +239,8 @@ class BetweenSteps(Engine):
         self.gather.watch_late()
 
     def _refuse_reads(self) -> None:
-        if self._lost_peer:
-            raise StepPending("a parameter was read that lacks a pending update; a rank is lost: close() gives that up")
+        if self._parted:
+            raise StepPending("a parameter was read that lacks an update, and ranks have parted: close() gives that up")
         raise StepPending(
             "a parameter was read while a step for it is pending (delay=1), so it lacks an update"
             f"{', and is a prediction' if self.placement.predicts else ''}; call opt.flush() on every rank before "

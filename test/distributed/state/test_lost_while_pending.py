@@ -62,12 +62,21 @@ def test_it_names_the_rank_that_has_left(world_size: int, how: str, call: str) -
         assert re.match(f"(a step is pending, and flush|this rank's state is that of no step).*: {left}", said), said
 
 
-def _read_afterwards(rank: int, world_size: int) -> str:
-    params, optimizer = make_stepped(3, offload=zero_opt.WorkerOffload(delay=1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(zero_opt.PeerLost):
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _read_afterwards(rank: int, world_size: int, number: int) -> str:
+    checks = zero_opt.Checks(hang_timeout=1.0)
+    params, optimizer = make_stepped(3, offload=zero_opt.WorkerOffload(delay=1), checks=checks)
+    if rank == 1 and number != signal.SIGINT:
+        os.kill(os.getpid(), number)
+    if number == signal.SIGINT:
+        optimizer._engine.placement.bring_in = _interrupt  # type: ignore[union-attr]
+    ended = KeyboardInterrupt if number == signal.SIGINT else zero_opt.PeerLost
+    with pytest.raises(ended) as raised:
         optimizer.flush()
+    assert isinstance(raised.value, zero_opt.PeerSilent) == (number == signal.SIGSTOP)
     with torch.no_grad(), pytest.raises(zero_opt.StepPending) as caught:
         params[0].clone()
     optimizer.close()
@@ -76,6 +85,9 @@ def _read_afterwards(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_a_read_afterwards_is_told_to_close() -> None:
-    said = run_processes(2, _read_afterwards, expect_errors=True)[0]
-    assert "a rank is lost: close()" in said and "flush" not in said
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGINT])
+def test_a_read_afterwards_is_told_to_close(number: int) -> None:
+    """The other rank has ended, or is stopped; or this one was interrupted in a call of all ranks."""
+    hangs = {1} if number == signal.SIGSTOP else set()
+    said = run_processes(2, _read_afterwards, number, expect_errors=number == signal.SIGKILL, may_hang=hangs)[0]
+    assert "ranks have parted: close()" in said and "flush" not in said
