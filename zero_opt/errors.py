@@ -96,7 +96,7 @@ class StepPending(ZeroOptError, RuntimeError):
 
 
 class WorkerFailed(ZeroOptError, RuntimeError):
-    """The worker process cannot be started, or cannot take a step; the message quotes what it said."""
+    """The worker process cannot be started, or cannot be woken or take a step; the message quotes what it said."""
 
 
 class WorkerDied(WorkerFailed):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import re
 from pathlib import Path
 
 import zero_opt
 from test.support.guides import DOCS
+from zero_opt.system.limits import DESCRIPTOR_LIMIT, FILE_SIZE_LIMIT
+from zero_opt.system.shared_memory import CLOSED_BY_PROGRAM
+from zero_opt.system.threads import THREAD_LIMIT
 
 ROOT = DOCS.parent
 RESULTS = DOCS / "benchmarks" / "results"
@@ -31,6 +35,21 @@ def test_every_public_name_is_in_the_api() -> None:
     page = (DOCS / "api.md").read_text()
     named = re.findall(r"^\.\. auto(?:class|exception|function):: zero_opt\.(\w+)$", page, re.M)
     assert sorted(named) == sorted(zero_opt.__all__)
+
+
+def test_what_a_limit_or_a_closed_descriptor_becomes_is_listed() -> None:
+    page = (DOCS / "errors.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    for limit in (DESCRIPTOR_LIMIT, FILE_SIZE_LIMIT, THREAD_LIMIT):
+        assert re.findall(r"ulimit -\w", limit)[0] in sections["OutOfResources"]
+    assert "closerange" in CLOSED_BY_PROGRAM
+    assert all("closerange" in sections[name] for name in ("WorkerFailed", "StorageFailed"))
+    made = zero_opt.ShardedOptimizer
+    for function in (made, made.step, made.flush):
+        listed = (inspect.getdoc(function) or "").partition("Raises:")[2]
+        assert {"OutOfResources", "WorkerFailed", "StorageFailed", "PeerLost"} <= {*re.findall(r"\w+", listed)}, (
+            function
+        )
 
 
 def test_every_error_has_a_section_with_its_types() -> None:

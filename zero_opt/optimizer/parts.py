@@ -52,7 +52,7 @@ class EngineParts:
 
         Raises:
             RankMismatch: on every rank, if the ranks have different configurations.
-            OutOfMemory, WorkerFailed, StorageFailed: on every rank, if one cannot have its placement.
+            OutOfMemory, OutOfResources, WorkerFailed, StorageFailed: on every rank, if one cannot have its placement.
         """
         self.config, self.groups, self.owner, self.describe = config, groups, owner, describe
         self.agreement = Agreement(groups.control, describe)

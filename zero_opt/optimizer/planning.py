@@ -39,7 +39,7 @@ class Planner:
 
         Raises:
             RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
-            OutOfResources: a rank has no threads to serve its state with, when the first groups are taken in.
+            OutOfResources: a rank has no descriptors for a worker, or no threads to serve its state with.
         """
         parts, params = self._parts, self._parts.params
         groups = parts.param_groups

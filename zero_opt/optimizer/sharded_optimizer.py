@@ -69,11 +69,11 @@ class ShardedOptimizer(UnevenInputs):
     alone: of any other method that changes the optimizer, or is collective, they get StepDesync. Closures may call all.
 
     Raises:
-        ConfigError, ConfigTypeError, ConfigConflict: bad arguments.
-        UnsupportedOptimizer, UnsupportedParam: cannot be sharded.
-        ParamsUnsharded: a parameter is a copy that FSDP2 has gathered.
-        RankMismatch: on every rank, when ranks differ in what they pass or hold.
-        ProcessGroupError: a launcher started several ranks but torch.distributed is not initialized.
+        ConfigError, ConfigTypeError, ConfigConflict: bad arguments. NativeUnavailable: they need the extension.
+        UnsupportedOptimizer, UnsupportedParam: cannot be sharded. ParamsUnsharded: FSDP2 has gathered a parameter.
+        OutOfMemory, OutOfResources, StorageFull, StorageFailed, WorkerFailed: on every rank, when one has no room, file
+            descriptors or threads, or gets no file or worker. PeerLost, PeerSilent: a rank ends, or does not come.
+        RankMismatch: on every rank, when they differ. ProcessGroupError: torch.distributed is not initialized.
     """
 
     @torch.inference_mode(False)
@@ -186,7 +186,7 @@ class ShardedOptimizer(UnevenInputs):
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
 
         Raises:
-            RankMismatch: on every rank, when the groups differ.
+            RankMismatch: on every rank, when the groups differ. Others as the constructor: nothing was added then.
         """
         if "_engine" in vars(self):
             self._require_open()
@@ -213,7 +213,8 @@ class ShardedOptimizer(UnevenInputs):
             StepPending: a parameter or state was changed while a delayed step was pending; likewise.
             ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
             ProcessGroupError: this rank has others since; likewise.
-            WorkerDied, WorkerFailed, StorageFailed: worker or disk fails; the step stays pending, see :meth:`flush`.
+            WorkerDied, WorkerFailed, OutOfResources, StorageFailed: worker or disk fails, or a limit keeps a worker
+                from being replaced; the step stays pending, see :meth:`flush`. PeerLost, PeerSilent: a rank has left.
         """
         self._require_open()
         if others:
@@ -283,7 +284,7 @@ class ShardedOptimizer(UnevenInputs):
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update. Or
                 state was; it has the update, and lacks the change. Not if the call before has raised it already.
             RankMismatch: a parameter was changed on some ranks only; each rank has its own values then.
-            WorkerDied, WorkerFailed, StorageFailed: worker or disk cannot take the pending step. StepFailed.
+            WorkerDied, WorkerFailed, OutOfResources, StorageFailed, StepFailed, PeerLost, PeerSilent: as :meth:`step`.
         """
         self._require_open()
         with torch.no_grad():

@@ -50,7 +50,8 @@ class Placement(ABC):
         """Take charge of this rank's slices of new buckets.
 
         Raises:
-            OutOfMemory, WorkerFailed, StorageFull, StorageFailed: there is no room; nothing was taken in.
+            OutOfMemory, OutOfResources, WorkerFailed, StorageFull, StorageFailed: there is no room, or no worker or
+                file can be used; nothing was taken in.
         """
 
     @abstractmethod

@@ -292,7 +292,7 @@ class WorkerProcess:
         One that is killed meanwhile is replaced; one that ends by itself would do so again.
 
         Raises:
-            WorkerFailed: it does not become ready; the message has what it said.
+            WorkerFailed: it does not become ready; the message has what it said. OutOfResources: no file descriptors.
         """
         self.require_not_forked()
         child, waited, killed = self._handles.child or self._spawn(), 0.0, 0
@@ -349,7 +349,8 @@ class WorkerProcess:
         """Have the worker take a step; returns its sequence number.
 
         Raises:
-            ValueError: something that the worker cannot do, before anything was submitted.
+            ValueError: something that the worker cannot do, before anything was submitted. WorkerFailed: it cannot be
+                woken, since the program has closed its descriptors.
         """
         self.require_not_forked()
         wake = self._handles.wake
@@ -389,7 +390,8 @@ class WorkerProcess:
         """Return when a step is done, however many workers it takes.
 
         Raises:
-            WorkerDied: they die, or get stuck, without getting on. KeyboardInterrupt: within about 0.1 s; the step is
+            WorkerDied: they die, or get stuck, without getting on. WorkerFailed: no successor can be started.
+            OutOfResources: there are no file descriptors for one. KeyboardInterrupt: within about 0.1 s. The step is
             not lost, and may be waited for again.
         """
         self._watch(lambda control, *how: control.wait(sequence, *how))
