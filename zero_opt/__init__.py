@@ -54,6 +54,7 @@ from .policies import (
     WorkerOffload,
 )
 from .sharding.broadcast import broadcast_params
+from .sharding.step_cost import register_cost
 from .sharding.wrapped_class import register_elementwise
 from .tools.estimate import Estimate, estimate
 
@@ -114,6 +115,7 @@ __all__ = [  # noqa: RUF022  (sorted as strings)
     "ddp_hook",
     "estimate",
     "load_sharded_state_dict",
+    "register_cost",
     "register_elementwise",
     "sharded_state_dict",
 ]

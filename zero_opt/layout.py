@@ -261,8 +261,8 @@ def plan_flat(
     return [_bucket_layout(first_index + i, chunk, specs, None, world_size) for i, chunk in enumerate(chunks)]
 
 
-def assign_owners(numels: Mapping[int, int], loads: Iterable[int]) -> dict[int, int]:
-    """Return the owner of each whole parameter: largest first, to the least loaded rank.
+def assign_owners(costs: Mapping[int, float], loads: Iterable[float]) -> dict[int, int]:
+    """Return the owner of each whole parameter: the most expensive first, to the least loaded rank.
 
     With all loads zero the largest load is within 4/3 - 1/(3W) of the optimum (Graham, "Bounds on multiprocessing
     timing anomalies", 1969, theorem 2); on top of earlier loads within 2 - 1/W (theorem 1).
@@ -270,10 +270,10 @@ def assign_owners(numels: Mapping[int, int], loads: Iterable[int]) -> dict[int, 
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     owners: dict[int, int] = {}
-    for param in sorted(numels, key=lambda p: (-numels[p], p)):
+    for param in sorted(costs, key=lambda p: (-costs[p], p)):
         load, rank = heap[0]
         owners[param] = rank
-        heapq.heapreplace(heap, (load + numels[param], rank))
+        heapq.heapreplace(heap, (load + costs[param], rank))
     return owners
 
 
@@ -282,18 +282,21 @@ def plan_whole_params(
     world_size: int,
     bucket_bytes: float,
     first_index: int = 0,
-    loads: Sequence[int] | None = None,
+    loads: Sequence[float] | None = None,
     *,
+    costs: Mapping[int, float] | None = None,
     mixed: bool = False,
 ) -> list[BucketLayout]:
     """Give every parameter to one rank, whole; shards differ in size. For optimizers that need the tensor's shape.
 
     Args:
-        loads: elements each rank owns already, from earlier plans; ``None`` is none.
+        loads: what each rank has to do already, from earlier plans; ``None`` is nothing.
+        costs: what the step of each parameter costs, in the unit of ``loads``; ``None``: its elements.
 
     The other arguments are those of :func:`plan_flat`.
     """
-    owners = assign_owners({p: s.numel for p, s in specs.items()}, loads or [0] * world_size)
+    by_numel = {param: spec.numel for param, spec in specs.items()}
+    owners = assign_owners(by_numel if costs is None else costs, loads or [0] * world_size)
     buckets = []
     for i, chunk in enumerate(_chunks(specs, bucket_bytes, mixed=mixed)):
         ordered = sorted(chunk, key=lambda p: (owners[p], -p))

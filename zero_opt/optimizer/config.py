@@ -17,6 +17,7 @@ from ..reduction import ReductionPolicy, check_reduction_policy
 from ..reduction.grad_norm import check_max_norm
 from ..sharding.background_gather import check_held
 from ..sharding.buckets import GradBucket
+from ..sharding.step_cost import step_cost_of
 from ..sharding.wrapped_class import check_type, check_wrapped_class, is_elementwise
 from .arguments import checked_groups
 
@@ -103,6 +104,7 @@ class Config:
         cls, model = self.optimizer_class, self.reduction.overlap_param_gather
         yield "optimizer class", f"{cls.__module__}.{cls.__qualname__}"
         yield "register_elementwise() of that class", is_elementwise(cls)
+        yield "register_cost() of that class", step_cost_of(cls) is not None
         for name in ("reduction", "offload", "precision", "max_grad_norm"):
             yield name, repr(getattr(self, name))
         yield "state", repr(self.placement.inputs.form)

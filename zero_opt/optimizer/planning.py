@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
 
 from ..comm.backend_exchanges import build_exchange
 from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
+from ..sharding.step_cost import cost_of_step
 from ..state.stand_ins import kinds_of
 from ..system.devices import is_host
 from ..system.failures import on_failure
@@ -29,6 +34,7 @@ class Planner:
     def __init__(self, parts: EngineParts, planned: PlannedGroups) -> None:
         self._parts, self.planned = parts, planned
         self._group_of: list[int] = []
+        self._costs: dict[int, float] = {}  # of the step of each parameter, where they are whole
         self._known_groups = 0
         # Whether ranks must have equal values when they plan parameters. Under DDP they need not: it may come later.
         already_reduced = isinstance(parts.config.reduction, AlreadyReduced)
@@ -38,14 +44,16 @@ class Planner:
         """Take in the owner's new param groups, after comparing them with the other ranks'.
 
         Raises:
-            RankMismatch: they differ. OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
+            RankMismatch: they differ, or what steps cost. ConfigError: :func:`register_cost` was given no cost.
+            OutOfMemory, WorkerFailed, StorageFailed: no room. Nothing was taken in.
             OutOfResources: a rank has no descriptors for a worker, or no threads to serve its state with.
         """
         parts, params = self._parts, self._parts.params
         groups = parts.param_groups
         parts.gather.flush()
         listed = contents(groups, self._known_groups, parts.describe, values=self._values_count)
-        parts.agreement.require_same_contents(listed)
+        added = [param for group in groups[self._known_groups :] for param in group["params"]]
+        parts.agreement.require_same_contents(chain(listed, self._cost_contents(added)))
         parts.agreement.reserve(sum(len(group["params"]) for group in groups))
         before = len(params)
         try:
@@ -56,6 +64,7 @@ class Planner:
             self._plan(self._missing(mask_of(i for i, param in enumerate(params) if param.requires_grad)))
         except BaseException:
             del params[before:], self._group_of[before:]
+            self._costs = {index: cost for index, cost in self._costs.items() if index < before}
             parts.placement.drop_groups(self._known_groups)
             raise
         self.planned.add()
@@ -63,6 +72,13 @@ class Planner:
         parts.guard.commit(parts.count.step)
         with parts.agreement.together():  # until it serves, a rank can tell the others of no error but like this
             parts.groups.serve(parts.guard, parts.placement, parts.partition)
+
+    def _cost_contents(self, added: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+        """Note what the step of each added parameter costs. Yield it as ranks compare it: owners follow from it."""
+        parts = self._parts
+        for index, param in enumerate(added if parts.partition.whole else (), len(parts.params)):
+            self._costs[index] = cost_of_step(parts.config.optimizer_class, param.shape)
+            yield f"cost of the step of {parts.describe(index)}", self._costs[index]
 
     def plan(self, mask: int) -> None:
         """Plan the masked parameters that are not planned yet; the mask is the same on every rank.
@@ -93,7 +109,7 @@ class Planner:
         """
         parts, config = self._parts, self._parts.config
         of_group = [(i, self._group_of[i], parts.params[i]) for i in missing]
-        added = parts.partition.add(of_group)
+        added = parts.partition.add(of_group, self._costs)
         with on_failure(partial(parts.partition.drop, added)), on_failure(partial(parts.placement.drop, added)):
             self._connect()
             with parts.agreement.together():

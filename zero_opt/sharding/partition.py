@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,17 +50,21 @@ class Partition:
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
         self.streams: dict[torch.device, Streams] = {}
-        self._loads = [0] * self.world_size
+        self._costs: dict[int, float] = {}  # of the step of each planned parameter, where they are whole
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
         self._params: list[Tensor] = []  # of ``flats``
         self._facts: list[object] = []  # of the parameters, when none was found to have moved
 
-    def add(self, params: Sequence[tuple[int, int, Tensor]]) -> list[GradBucket]:
-        """Plan more parameters, given as (global index, param group, parameter). Returns the new buckets."""
+    def add(self, params: Sequence[tuple[int, int, Tensor]], costs: Mapping[int, float]) -> list[GradBucket]:
+        """Plan more parameters, given as (global index, param group, parameter). Return the new buckets.
+
+        Args:
+            costs: what the step of each parameter costs, by global index; not read unless parameters are whole.
+        """
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, _ in params}
-        layouts = self._plan(specs)
+        layouts = self._plan(specs, costs)
         share_counters(self.flats.values(), list(flats.values()))
         self.flats.update(flats)
         self._known_edits += edits_of(flats.values())
@@ -80,10 +85,9 @@ class Partition:
         """Take back the last :meth:`add`."""
         del self.buckets[len(self.buckets) - len(added) :]
         for bucket in added:
-            for position, index in enumerate(bucket.layout.params):
+            for index in bucket.layout.params:
                 del self.flats[index], self.places[index]
-                if self.whole:
-                    self._loads[bucket.layout.owner(position)] -= bucket.layout.numels[position]
+                self._costs.pop(index, None)
         del self._known_edits[len(self.flats) :]
         self._note_params()
 
@@ -91,15 +95,23 @@ class Partition:
         """Follow a change of :attr:`flats`: what is known of all parameters at once has to be found out anew."""
         self._params, self._facts = [flat.param for flat in self.flats.values()], []
 
-    def _plan(self, specs: dict[int, ParamSpec]) -> list[BucketLayout]:
+    def _plan(self, specs: dict[int, ParamSpec], costs: Mapping[int, float]) -> list[BucketLayout]:
         bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
         if not self.whole:
             return plan_flat(specs, self.world_size, bucket_bytes, first, mixed=self._mixed)
-        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, self._loads, mixed=self._mixed)
-        for layout in layouts:
-            for position, numel in enumerate(layout.numels):
-                self._loads[layout.owner(position)] += numel
+        costs = {index: costs[index] for index in specs}
+        loads = [math.fsum(shares) for shares in self._shares()]
+        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, loads, costs=costs, mixed=self._mixed)
+        self._costs.update(costs)
         return layouts
+
+    def _shares(self) -> list[list[float]]:
+        """Return what the steps of the parameters that each rank owns cost, by rank; parameters are whole."""
+        shares: list[list[float]] = [[] for _ in range(self.world_size)]
+        for bucket in self.buckets:
+            for position, index in enumerate(bucket.layout.params):
+                shares[bucket.layout.owner(position)].append(self._costs[index])
+        return shares
 
     def owned(self) -> list[ParamSlice]:
         """Return this rank's slices, bucket by bucket."""

@@ -20,6 +20,7 @@ from ..placement.memory import DEVICE, MemoryInputs, Tally
 from ..policies import AlreadyReduced, Overlapped
 from ..reduction import bucket_mb_of
 from ..sharding.buckets import GradBucket, number_pieces
+from ..sharding.step_cost import cost_of_step
 from ..sharding.wrapped_class import is_elementwise
 from ..state.trial import StateSizes
 from ..system.devices import HOST, is_host
@@ -75,9 +76,12 @@ class Sizing:
         for index in self.trainable:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
-        planner = plan_flat if is_elementwise(config.optimizer_class) else plan_whole_params
         bucket_mb = bucket_mb_of(config.reduction, between_hosts=self._between_hosts)
-        return planner(specs, self.world_size, bucket_mb * 2**20, mixed=config.placement.mixes_groups)
+        bucket_bytes, cls, mixed = bucket_mb * 2**20, config.optimizer_class, config.placement.mixes_groups
+        if is_elementwise(cls):
+            return plan_flat(specs, self.world_size, bucket_bytes, mixed=mixed)
+        costs = {index: cost_of_step(cls, self.sketches[index].flat.shape) for index in specs}
+        return plan_whole_params(specs, self.world_size, bucket_bytes, costs=costs, mixed=mixed)
 
     @property
     def _in_host_memory(self) -> bool:

@@ -22,7 +22,7 @@ from zero_opt.sharding.partition import Partition
 def planned(params: list[Tensor]) -> Partition:
     ranks = cast(Group, SimpleNamespace(rank=0, world_size=2))
     partition = Partition(ranks, "parameter {}".format, False, 25.0, MixedPrecision())
-    partition.add([(index, 0, param) for index, param in enumerate(params)])
+    partition.add([(index, 0, param) for index, param in enumerate(params)], {})
     assert partition.refresh() == []
     partition.accept_edits()
     assert partition.edits() == {}
@@ -123,7 +123,7 @@ def test_added_parameters_are_looked_at_and_dropped_ones_are_not() -> None:
     params: list[Any] = squares()
     partition = planned(params)
     late = Parameter(torch.randn(4))
-    added = partition.add([(3, 0, late)])
+    added = partition.add([(3, 0, late)], {})
     with torch.no_grad():
         late.add_(1)
     late.data = late.data.clone()
