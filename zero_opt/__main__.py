@@ -16,6 +16,7 @@ import torch
 
 from . import __version__, kernels
 from .errors import ConfigConflict, ConfigError, ZeroOptError
+from .kernels.table import NATIVE_CLASSES
 from .placement import Offload
 from .policies import (
     MOMENT_FORMS,
@@ -43,7 +44,7 @@ _OFFLOADS: dict[str, Callable[..., Offload]] = {
     "worker": WorkerOffload,
     "nvme": partial(NVMeOffload, "."),  # the estimate makes nothing there
 }
-_NATIVE = ("CPUAdam", "CPUAdamW")
+_NATIVE = tuple(cls.__name__ for cls in NATIVE_CLASSES)
 # Fields of offloads, and whose they are.
 _FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme"}
 _FIELDS |= dict.fromkeys(("delay", "prediction", "speculate"), "worker")
@@ -107,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
     sizes.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
     sizes.add_argument("--mesh", action="store_true", help="hosts and ranks of each are a mesh, as the process group")
-    sizes.add_argument("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim, or CPUAdam(W)")
+    sizes.add_argument(
+        "--optimizer", type=_optimizer, default="AdamW", help=f"a class of torch.optim, or {', '.join(_NATIVE)}"
+    )
     sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
     sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
@@ -198,7 +201,8 @@ def _state_options(given: argparse.Namespace) -> dict[str, Any]:
     dtypes = given.reduce_dtype, given.accumulate_dtype, given.between_hosts_dtype
     if given.optimizer.__name__ not in _NATIVE:
         if given.moments is not None:
-            raise ConfigConflict(f"--moments is of --optimizer {' and '.join(_NATIVE)}")
+            compact = " and ".join(cls.__name__ for cls in NATIVE_CLASSES if cls.update.compact)
+            raise ConfigConflict(f"--moments is of --optimizer {compact}")
         return {"precision": MixedPrecision(given.master, *dtypes)}
     master = None if given.master is None else str(given.master).removeprefix("torch.")
     return {"state": AdamState(given.moments or "float32", master), "precision": MixedPrecision(None, *dtypes)}

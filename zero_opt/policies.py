@@ -230,11 +230,12 @@ def _check_selective_field(owner: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class WorkerOffload:
-    """Keep moments and masters in host memory, and step them in a native process beside this one.
+    """Keep state and masters in host memory, and step them in a native process beside this one.
 
-    Both are fp32 unless :class:`AdamState` or ``precision`` says otherwise. For Adam, AdamW, CPUAdam and CPUAdamW, with
-    the fused formula, and parameters in fp32, bf16 or fp16. A worker that dies in the middle of a step loses nothing:
-    its successor finishes the step with the same bits.
+    For Adam, AdamW, SGD, Adagrad, CPULion and this package's classes of those, with the fused formula, and parameters
+    in fp32, bf16 or fp16. All is fp32 unless, of Adam and AdamW, :class:`AdamState` or ``precision`` says otherwise.
+    A momentum of SGD that is 0 when its param group is added has no place, and cannot be switched on later. A worker
+    that dies in the middle of a step loses nothing: its successor finishes the step with the same bits.
 
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
@@ -258,7 +259,7 @@ class WorkerOffload:
             are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``. Over
             DTensors (FSDP2) gradients leave ``p.grad`` then, as with ``delay=1`` and ``Overlapped``.
         warmup_steps: with ``delay=1``, the first so many steps are made as with ``delay=0``. A load sets their count
-            to the largest ``step`` loaded.
+            to the largest ``step`` loaded; SGD and Lion keep none, and begin again.
         prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (r - p)``, where the update
             that arrived last made it p, and the next would make it r if its gradient came again: about the value its
             gradient will be applied to. Masters, state and every checkpoint have the true values, and so have
@@ -326,13 +327,12 @@ class WorkerOffload:
 
 @dataclass(frozen=True)
 class NVMeOffload:
-    """Keep moments and masters in a file, and step them a window at a time while the next one is read.
+    """Keep state and masters in a file, and step them a window at a time while the next one is read.
 
-    Both are fp32 unless :class:`AdamState` or ``precision`` says otherwise. For Adam, AdamW, CPUAdam and CPUAdamW, with
-    the fused formula, and parameters in fp32, bf16 or fp16. An fp32 parameter on the CPU is its own master. What is
-    resident of the state at any time is three windows. The file has no name, so nothing is left of it when the process
-    ends, however it does. A step in which the disk fails stays pending: ``flush()`` on every rank takes up where it
-    stopped.
+    For the classes of :class:`WorkerOffload`, in the same forms, and with the same rule of momentum. An fp32
+    parameter on the CPU is its own master. What is resident of the state at any time is three windows. The file has no
+    name, so nothing is left of it when the process ends, however it does. A step in which the disk fails stays pending:
+    ``flush()`` on every rank takes up where it stopped.
 
     Attributes:
         path: an existing directory on the disk to use; may differ between ranks, of which each makes a file of its own.

@@ -37,8 +37,8 @@ def step_copies_of_params(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have parameters stepped as those on an accelerator are, but that copies stay on the host."""
     made = extents.FileShard.__init__
 
-    def apart(self: Any, bucket: Any, form: Any) -> None:
-        made(self, bucket, form)
+    def apart(self: Any, bucket: Any, kept: Any) -> None:
+        made(self, bucket, kept)
         self.direct = False
 
     monkeypatch.setattr(extents.FileShard, "__init__", apart)

@@ -154,7 +154,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --accumulate-dtype int8", "accumulate_dtype"),
         ("1e6 --offload cpu --ratio 2", "ratio"),
         ("1e6 --master float16", "master_dtype"),
-        ("1e6 --offload worker --optimizer SGD", "steps Adam"),
+        ("1e6 --offload worker --optimizer RMSprop", "steps Adam"),
         ("1e6 --optimizer Foo", "not a class"),
         ("1e6 --optimizer SGD --world 0", "world_size"),
         ("1e6 --world 4 --ranks-per-host 0", "ranks_per_host"),

@@ -6,7 +6,7 @@ param's shape; for a bf16 or fp16 param also ``master``. Every number that a sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,11 @@ def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
     return fresh.zero_()
 
 
-def _new_arrays(like: Tensor, form: AdamState, *, amsgrad: bool) -> dict[str, Tensor]:
+def _new_arrays(like: Tensor, form: AdamState, roles: Iterable[str]) -> dict[str, Tensor]:
     """Return zeros for what a step writes, by role, but for a param, a master or what a split one has beside that."""
     return {
         role: torch.zeros(blocks_of(like.numel()), dtype=dtype, device="cpu") if role in BASES else _like(like, dtype)
-        for role, dtype in state_dtypes(AdamState(form.moments), amsgrad=amsgrad).items()
+        for role, dtype in state_dtypes(AdamState(form.moments), roles).items()
     }
 
 
@@ -66,10 +66,9 @@ def new_state(
     The caller takes it over in one call: a Ctrl-C in the middle must leave no part of a state.
     """
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")} if update.counts else {}
-    if update.compact:
-        state |= _new_arrays(param, form, amsgrad=MAXIMUM in roles)
-    else:
-        state |= {role: _like(param, torch.float32).fill_(first) for role in roles}
+    state |= _new_arrays(param, form, roles)
+    for role in roles if first else ():
+        state[role].fill_(first)
     if param.dtype in HALVES:
         _add_master(state, param, None, form)
     return state
@@ -236,11 +235,13 @@ def follow_param(master: Tensor, param: Tensor) -> None:
     torch.where(same, master, param.float(), out=master)
 
 
-def state_dtypes(form: AdamState, *, amsgrad: bool) -> dict[str, torch.dtype]:
-    """Return the dtypes of what a step writes of a param, by role, but for the param and a master in its place."""
-    dtypes = dict.fromkeys(MOMENTS, MOMENT_DTYPE[form.moments])
-    if amsgrad:
-        dtypes[MAXIMUM] = torch.float32
+def state_dtypes(form: AdamState, roles: Iterable[str]) -> dict[str, torch.dtype]:
+    """Return the dtypes of what a step writes of a param, by role, but for the param and a master in its place.
+
+    Args:
+        roles: those of the update's arrays that it has. Adam's moments alone may have another form than fp32.
+    """
+    dtypes = {role: MOMENT_DTYPE[form.moments] if role in MOMENTS else torch.float32 for role in roles}
     if form.moments == "block8":
         dtypes |= dict.fromkeys(BASES, torch.int16)
     if form.master == "split":
@@ -279,7 +280,7 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
     """
     given = {key: value for key, value in plain.items() if key != "master"}
     step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
-    arrays = _new_arrays(like, form, amsgrad=MAXIMUM in given)
+    arrays = _new_arrays(like, form, [role for role in (*MOMENTS, MAXIMUM) if role in given])
     for role, array in arrays.items():
         if array.dtype is torch.float32:
             array.copy_(given[role])

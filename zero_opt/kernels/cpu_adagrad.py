@@ -18,12 +18,13 @@ class _Adagrad(NativeUpdate):
     name = "adagrad"
     arrays = ("sum",)
     squares = arrays
+    from_start = True
 
     def hypers(self, group: Mapping[str, Any]) -> PlainHypers:
         return plain_hypers(self.name, group, ("lr", "lr_decay", "weight_decay", "eps"))
 
     def first_value(self, defaults: Mapping[str, Any]) -> float:
-        return float(defaults["initial_accumulator_value"])
+        return float(defaults.get("initial_accumulator_value", 0.0))
 
 
 ADAGRAD = _Adagrad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ class _SGD(NativeUpdate):
     name = "sgd"
     arrays = ("momentum_buffer",)
     counts = False
+    switches: ClassVar[Mapping[str, str]] = {"momentum_buffer": "momentum"}
 
     def hypers(self, group: Mapping[str, Any]) -> PlainHypers:
         numbers = ("lr", "momentum", "dampening", "weight_decay")

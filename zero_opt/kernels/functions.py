@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,7 @@ class _Adam(NativeUpdate):
     name = "adam"
     arrays = (*MOMENTS, MAXIMUM)
     squares = SQUARES
+    switches: ClassVar[Mapping[str, str]] = {MAXIMUM: "amsgrad"}
     compact = True
 
     def hypers(self, group: Mapping[str, Any]) -> AdamHypers:

@@ -34,13 +34,16 @@ class NativeUpdate(ABC):
     Attributes:
         name: the table's. arrays: what it may keep of a param, fp32 and of the param's shape, in the table's order.
         counts: whether it keeps the number of steps, too. squares: which arrays have no values below 0.
-        compact: whether arrays may have a compact form.
+        switches: by which hyperparameter an array is there, of those that a step may do without.
+        from_start: whether a state is there before the first step. compact: whether arrays may have a compact form.
     """
 
     name: ClassVar[str]
     arrays: ClassVar[tuple[str, ...]]
     counts: ClassVar[bool] = True
     squares: ClassVar[tuple[str, ...]] = ()
+    switches: ClassVar[Mapping[str, str]] = {}
+    from_start: ClassVar[bool] = False
     compact: ClassVar[bool] = False
 
     @abstractmethod
@@ -62,6 +65,11 @@ class NativeUpdate(ABC):
     def first_value(self, defaults: Mapping[str, Any]) -> float:  # noqa: ARG002
         """Return what the elements of new arrays are, given the optimizer's defaults."""
         return 0.0
+
+    @property
+    def least(self) -> tuple[str, ...]:
+        """What a state that is not new has in any case."""
+        return self.needed([role for role in self.arrays if role not in self.switches])
 
     @property
     def keys(self) -> tuple[str, ...]:

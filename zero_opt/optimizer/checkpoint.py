@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigTypeError, StateDictError
 from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
-from ..placement.adam_rules import COLUMN_KEYS
+from ..placement.native_rules import COLUMN_KEYS
 from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, is_stored, order_of, plain_entry

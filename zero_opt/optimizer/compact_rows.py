@@ -23,7 +23,6 @@ from ..kernels.adam_state import (
     CODES,
     HALVES,
     HIGHEST_BASES,
-    MAXIMUM,
     MOMENTS,
     STORED_KEYS,
     code_key,
@@ -32,6 +31,7 @@ from ..kernels.adam_state import (
     unpacked,
 )
 from ..kernels.checks import oddity
+from ..kernels.functions import ADAM
 from ..kernels.runs import BASES, BLOCK_NUMEL, blocks_of
 from ..kernels.strides import contiguous_strides
 from ..policies import AdamState
@@ -55,7 +55,7 @@ def compact_values(made: Sized, param: Tensor, form: AdamState) -> Sized:
         return made
     splits = form.master == "split" and param.dtype in HALVES
     kept = {key: value for key, value in made.items() if not (key == "master" and splits)}
-    dtypes = state_dtypes(form if splits else AdamState(form.moments), amsgrad=MAXIMUM in made)
+    dtypes = state_dtypes(form if splits else AdamState(form.moments), [role for role in ADAM.arrays if role in made])
     for role, dtype in dtypes.items():
         shape = torch.Size([blocks_of(param.numel())]) if role in BASES else param.shape
         value = torch.zeros(1, dtype=dtype, device="cpu")

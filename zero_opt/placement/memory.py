@@ -31,10 +31,6 @@ class MemoryInputs(NamedTuple):
     state_nbytes: Callable[[int, Sequence[int], torch.dtype], Mapping[str, int]]
     ranks_per_host: int
 
-    def amsgrad(self, group: int) -> bool:
-        """Whether a param group is stepped with amsgrad."""
-        return bool(self.hypers[group]["amsgrad"])
-
 
 def state_kind(role: str) -> str:
     """The kind of an array of state, or of masters."""

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..errors import ConfigConflict, UnsupportedParam
+from ..errors import ConfigConflict, UnsupportedOptimizer, UnsupportedParam
 from ..kernels.adam_state import HALVES
-from ..kernels.table import NATIVE_CLASSES
+from ..kernels.table import NATIVE_CLASSES, UPDATES
+from ..kernels.updates import NativeUpdate
 from ..policies import AdamState, MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST, is_host
-from .adam_rules import check_groups, check_params, check_state, without_column_keys
 from .compact_state import is_compact
 from .interface import Placement, SlicePlacement
 from .memory import MemoryInputs, Tally
+from .native_rules import check_groups, check_params, check_state, without_column_keys
+from .state_shard import Kept
 
 OffloadT = TypeVar("OffloadT")
 
@@ -219,17 +221,33 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
     def build(self, group: Group) -> SlicePlacement[Any]: ...
 
 
-class AdamPolicy(SinglePlacePolicy[OffloadT]):
-    """A policy whose placement keeps Adam's moments and masters, and steps them natively."""
+class NativePolicy(SinglePlacePolicy[OffloadT]):
+    """A policy whose placement keeps state and masters in arrays of its own, and steps them natively."""
+
+    @property
+    def update(self) -> NativeUpdate:
+        """The class's, which there is after :meth:`check`."""
+        return UPDATES[self.inputs.optimizer_class]
+
+    @property
+    def kept(self) -> Kept:
+        """What is kept of parameters."""
+        first = self.update.first_value(self.inputs.defaults)
+        return Kept(self.update, self.inputs.form_with_masters, first)
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
         params = [param for group in groups for param in group["params"]]
         check_params(self.name, params, describe)
+        if self.inputs.splits_masters and not self.update.compact:
+            raise UnsupportedOptimizer(
+                f"{self.name} keeps split masters of Adam and AdamW alone, not of "
+                f"{self.inputs.optimizer_class.__name__}; use {self.inputs.fp32_masters}"
+            )
         self._check_split_masters(params, describe)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
 
     def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
-        check_state(index, state)
+        check_state(index, state, self.update)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..layout import indices_of
 from ..placement import PlacementPolicy
-from ..placement.adam_rules import ADAM_CLASSES
+from ..placement.native_rules import ADAM_CLASSES
 from ..sharding.param_groups import hypers_of
 from .state_dict import apart
 from .trial import Trial, is_known

@@ -17,7 +17,7 @@ from ..kernels.adam_state import MAXIMUM, STORED_KEYS
 from ..kernels.checks import may_be_count, oddity
 from ..kernels.table import NATIVE_CLASSES
 from ..layout import ParamSlice
-from ..placement.adam_rules import COLUMN_KEYS, COLUMN_STEPS
+from ..placement.native_rules import COLUMN_KEYS, COLUMN_STEPS
 from ..placement.selective.column_state import check_columns
 from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of

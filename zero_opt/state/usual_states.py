@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, may_be_count
 from ..kernels.strides import dimensions_of
-from ..placement.adam_rules import COLUMN_KEYS
+from ..placement.native_rules import COLUMN_KEYS
 
 # Keys with rules of their own.
 _ODD_KEYS = {*COLUMN_KEYS, MAXIMUM, "master"}

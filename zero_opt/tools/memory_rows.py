@@ -13,6 +13,7 @@ import torch
 
 from ..comm.pieces import LANES, LARGE_LANES
 from ..kernels.adam_state import role_numel, state_dtypes
+from ..kernels.functions import ADAM
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 from ..optimizer.config import Config
 from ..placement.compact_state import is_compact
@@ -131,8 +132,7 @@ class Sizing:
         form = self.config.placement.inputs.form
         if not is_compact(form):
             return self._sizes.of(group, self.hypers[group], shape, dtype)
-        amsgrad = bool(self.hypers[group].get("amsgrad"))
-        dtypes = state_dtypes(replace(form, master=None), amsgrad=amsgrad)
+        dtypes = state_dtypes(replace(form, master=None), ADAM.roles(self.hypers[group]))
         sizes = {role: role_numel(role, math.prod(shape)) * of_role.itemsize for role, of_role in dtypes.items()}
         return {"step": torch.float32.itemsize, **sizes}
 

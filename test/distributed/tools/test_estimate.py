@@ -130,12 +130,27 @@ WORKER = [
     ),
     Config(zero_opt.CPUAdamW, offload=zero_opt.WorkerOffload(threads=1), defaults=(("state", AdamState("block8")),)),
 ]
+MOMENTUM = (("momentum", 0.9),)
+WORKER += [
+    Config(torch.optim.SGD, offload=zero_opt.WorkerOffload(threads=1), defaults=MOMENTUM),
+    Config(torch.optim.SGD, zero_opt.AtStep(), EVEN, offload=zero_opt.WorkerOffload(delay=1, threads=1)),
+    Config(
+        torch.optim.Adagrad,
+        zero_opt.Overlapped(bucket_mb=SMALL),
+        dtype=torch.bfloat16,
+        offload=zero_opt.WorkerOffload(delay=1, threads=1),
+        defaults=(("initial_accumulator_value", 0.1),),
+    ),
+    Config(zero_opt.CPULion, offload=zero_opt.WorkerOffload(threads=1)),
+]
 SPECULATING = [
     config._replace(reduction=reduction, offload=zero_opt.WorkerOffload(threads=1, speculate=True))
     for config, reduction in (
         (WORKER[0], zero_opt.Overlapped()),
         (WORKER[1], zero_opt.Overlapped(bucket_mb=SMALL)),
         (WORKER[4], zero_opt.Overlapped()),
+        (WORKER[6], zero_opt.Overlapped(bucket_mb=SMALL)),
+        (WORKER[8], zero_opt.Overlapped()),
     )
 ]
 
@@ -152,6 +167,11 @@ FILE = [
         dtype=torch.bfloat16,
         defaults=(("state", AdamState("bfloat16", "split")), ("amsgrad", True)),
     ),
+    Config(torch.optim.SGD, zero_opt.Overlapped(bucket_mb=SMALL), defaults=MOMENTUM),
+    Config(torch.optim.SGD, shapes=EVEN),
+    Config(torch.optim.SGD, zero_opt.AtStep(), EVEN, torch.bfloat16),
+    Config(torch.optim.Adagrad, dtype=torch.bfloat16, defaults=(("initial_accumulator_value", 0.1),)),
+    Config(zero_opt.CPULion, zero_opt.AtStep(), EVEN),
 ]
 
 

@@ -233,7 +233,7 @@ def test_classes_of_others() -> None:
         ((100, 2), {"param_dtype": torch.int32}, ConfigError, "param_dtype"),
         ((100, 2), {"device": "moon"}, ConfigError, "device"),
         ((100, 2), {"device": "meta"}, ConfigError, "device"),
-        ((100, 2, torch.optim.SGD), {"offload": zero_opt.WorkerOffload()}, UnsupportedOptimizer, "SGD"),
+        ((100, 2, torch.optim.RMSprop), {"offload": zero_opt.WorkerOffload()}, UnsupportedOptimizer, "RMSprop"),
         (
             ([torch.zeros(3, dtype=torch.float64)], 1),
             {"offload": zero_opt.WorkerOffload()},

@@ -18,8 +18,8 @@ from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
 from ...kernels.updates import NativeUpdate, given_arrays
 from ...system.devices import HOST
-from ..adam_rules import require_complete, require_fitting, say_fused
 from ..interface import ParamState
+from ..native_rules import require_complete, require_fitting, say_fused
 from .units import SliceGrads, StatesByTensor, Unit
 
 # Whether a param group, given its hyperparameters, is to be stepped by the kernel.

@@ -18,9 +18,9 @@ from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.devices import is_host
 from ...system.same_objects import SameObjects
-from ..adam_rules import require_fitting, say_without_masters
 from ..compact_state import require_own_master, require_squares_of
 from ..interface import ParamState, SlicePlacement
+from ..native_rules import require_fitting, say_without_masters
 from ..read_through import ReadThrough
 from .native_steps import NativeSteps
 from .units import DeviceUnits, SliceGrads, Unit

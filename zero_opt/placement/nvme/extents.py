@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ...kernels.adam_state import role_numel, span_of, state_dtypes
 from ...kernels.runs import BLOCK_NUMEL
-from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.readable_pages import require_readable, require_writable
-from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, NVME, Tally, state_kind
+from ..state_shard import Kept, StateShard
 from .state_file import BLOCK_BYTES, StateFile
 from .window_pass import FilePart, FileWindow
 
@@ -41,15 +40,15 @@ class FileShard(StateShard):
             split ones.
     """
 
-    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
-        super().__init__(bucket, form)
+    def __init__(self, bucket: GradBucket, kept: Kept) -> None:
+        super().__init__(bucket, kept)
         self.index = bucket.layout.index
         self.direct = (self.param_dtype is torch.float32 or self.splits) and is_host(bucket.device)
 
-    def dtypes(self, *, amsgrad: bool) -> dict[str, torch.dtype]:
-        """The arrays that a step needs, by role."""
+    def dtypes(self, roles: Sequence[str]) -> dict[str, torch.dtype]:
+        """The arrays that a step with ``roles`` of the update's needs, by role."""
         master = {} if self.direct or self.splits else {"master": torch.float32}
-        return {**state_dtypes(self.form, amsgrad=amsgrad), **master}
+        return {**state_dtypes(self.form, roles), **master}
 
     def master(self, position: int) -> Tensor:
         return self.param_run(position) if self.direct or self.splits else super().master(position)
@@ -68,6 +67,16 @@ class FileShard(StateShard):
         for role in self._arrays:
             require_writable(self._slice(role, position))
         super().load(position, saved)
+
+    def fill_new(self, roles: Collection[str]) -> None:
+        """As for any shard.
+
+        Raises:
+            StorageFailed: the file cannot be written there.
+        """
+        for role in roles if self._first else ():
+            require_writable(self._arrays[role])
+        super().fill_new(roles)
 
     def saved_master(self, position: int, master: Tensor) -> Tensor:
         if self.edited(position):  # it is read here
@@ -114,7 +123,7 @@ class Extent:
         self.group = shards[0].bucket.layout.group
         *begins, numel = accumulate((shard.bucket.shard_numel for shard in shards), initial=0)
         self.shards = list(zip(begins, shards, strict=True))
-        every = self.shards[0][1].dtypes(amsgrad=False)
+        every = self.shards[0][1].dtypes(self.shards[0][1].update.arrays)
         self._unit = next(
             count
             for count in (BLOCK_BYTES >> 2, BLOCK_BYTES >> 1, BLOCK_BYTES, BLOCK_BYTES * BLOCK_NUMEL >> 1)
@@ -125,9 +134,9 @@ class Extent:
         self.starts: dict[str, int] = {}
         self.mapped: dict[str, Tensor] = {}
 
-    def missing(self, *, amsgrad: bool) -> dict[str, torch.dtype]:
-        """The arrays that a step needs and that have no place yet."""
-        wanted = self.shards[0][1].dtypes(amsgrad=amsgrad)
+    def missing(self, roles: Sequence[str]) -> dict[str, torch.dtype]:
+        """The arrays that a step with ``roles`` of the update's needs and that have no place yet."""
+        wanted = self.shards[0][1].dtypes(roles)
         return {role: dtype for role, dtype in wanted.items() if role not in self.starts}
 
     def nbytes_of(self, arrays: Mapping[str, torch.dtype]) -> int:
@@ -145,6 +154,7 @@ class Extent:
             where = slice(at, at + shard.bucket.shard_numel)
             bound = {role: array.view(self.dtypes[role])[span_of(role, where)] for role, array in self.mapped.items()}
             shard.bind(bound or empty)
+            shard.fill_new(arrays)
 
     def require_writable(self, file: StateFile) -> None:
         """Raise StorageFailed unless all arrays can be written to, as :meth:`StateFile.require_writable` does."""
@@ -165,11 +175,14 @@ class Extent:
             owned = sum(array_nbytes(role, dtype, numel) for numel in numels)
             tally[state_kind(role), NVME, role] += owned
             tally["buffers", NVME, "padding"] += array_nbytes(role, dtype, self._numel) - owned
-        tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
+        if shards[0].update.counts:
+            tally["state", HOST_MEMORY, "step"] += sum(shard.steps.nbytes for shard in shards)
 
     def _window_numel(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
         """Elements of a window of at most so many bytes, and fewer of a small extent: whole units, at least one."""
         each = sum(array_nbytes(role, dtype, self._unit) for role, dtype in arrays.items())
+        if not each:  # nothing is kept: SGD without momentum
+            return self._numel
         share = max(self.nbytes_of(arrays) // _LEAST_WINDOWS, _SMALL_WINDOW_BYTES)
         return min(max(int(min(most_nbytes, share)) // each, 1) * self._unit, self._numel)
 
@@ -210,8 +223,9 @@ class Extent:
         return by_window
 
 
-def extents_of(buckets: Sequence[GradBucket], form: AdamState) -> list[Extent]:
+def extents_of(buckets: Sequence[GradBucket], kept: Kept) -> list[Extent]:
     """Neighbouring buckets of a group whose state has the same arrays, together."""
-    shards = (FileShard(bucket, form) for bucket in buckets)
-    alike = groupby(shards, lambda shard: (shard.bucket.layout.group, shard.direct, shard.dtypes(amsgrad=False)))
+    shards = (FileShard(bucket, kept) for bucket in buckets)
+    every = kept.update.arrays
+    alike = groupby(shards, lambda shard: (shard.bucket.layout.group, shard.direct, shard.dtypes(every)))
     return [Extent(list(shards)) for _, shards in alike]

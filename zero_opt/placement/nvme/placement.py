@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from ...errors import StorageFailed, ZeroOptError
-from ...kernels import adam_update_
 from ...kernels.threads import checked_threads
-from ...policies import AdamState, NVMeOffload
+from ...policies import NVMeOffload
 from ...reduction.interface import GradShard
 from ...sharding.buckets import GradBucket
 from ...system.interrupts import uninterrupted
 from ...system.log import log
 from ...system.shared_memory import memory_errors, require_memory
-from ..adam_placement import NativePlacement
+from ..native_placement import NativePlacement
+from ..state_shard import Kept
 from .extents import Extent, FileShard, Segment, extents_of
 from .state_file import StateFile
-from .step import FileStep
+from .step import FileStep, step_batches
 from .window_pass import BUFFERS, Buffer, Disk, FileWindow
 
 
@@ -36,9 +36,8 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     _policy_name = "NVMeOffload"
     _cause = ", since the disk failed in it"
 
-    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], form: AdamState, threads: int | None) -> None:
-        super().__init__()
-        self._form = form
+    def __init__(self, policy: NVMeOffload, defaults: Mapping[str, Any], kept: Kept, threads: int | None) -> None:
+        super().__init__(kept)
         self._threads, self._flush_denormals = threads, bool(defaults.get("flush_denormals", False))
         self._window_bytes = policy.window_mb * 2**20
         self._disk = Disk(StateFile(policy.path), policy.hang_timeout)
@@ -51,7 +50,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        added = extents_of(buckets, self._form)
+        added = extents_of(buckets, self._kept)
         self._extend([*self._extents, *added])
         self._register(shard for extent in added for _, shard in extent.shards)
 
@@ -62,17 +61,19 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     def _extend(self, extents: list[Extent]) -> None:
         """Give all arrays of these a place that have none yet, and forget what else there is."""
         start = max((extent.end for extent in extents), default=0)
-        missing = [(extent, extent.missing(amsgrad=self._amsgrad[extent.group])) for extent in extents]
+        missing = [(extent, extent.missing(self._roles[extent.group])) for extent in extents]
         self._disk.file.reserve(start + sum(extent.nbytes_of(arrays) for extent, arrays in missing))
         for extent, arrays in missing:
             if arrays:
                 extent.place(arrays, self._disk.file, start)
                 start += extent.nbytes_of(arrays)
+        if self._kept.first and any(arrays for _, arrays in missing):
+            self._disk.file.sync()
         windows: list[tuple[FileWindow, list[Segment]]] = []
         for extent in extents:
             windows += extent.windows(self._window_bytes, len(windows))
-        largest = max((window.nbytes for window, _ in windows), default=0)
-        if largest > min((buffer.nbytes for buffer in self._buffers), default=0):
+        largest = max((window.nbytes for window, _ in windows), default=-1)
+        if largest > min((buffer.nbytes for buffer in self._buffers), default=-1):
             what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
             require_memory(BUFFERS * largest, what)
             with memory_errors(BUFFERS * largest, what):
@@ -136,12 +137,13 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             pass
         for grad_shard in grads:
             shard = self._shards[grad_shard.bucket]
-            self._uses_maximum(shard, groups[shard.bucket.layout.group])
+            shard.roles = self._used_roles(shard, groups[shard.bucket.layout.group])
+        hypers = [*map(self._kept.update.hypers, groups)]
         update = partial(
-            adam_update_, grad_scale=grad_scale, threads=self._threads, flush_denormals=self._flush_denormals
+            step_batches, grad_scale=grad_scale, threads=self.threads, flush_denormals=self._flush_denormals
         )
         with uninterrupted():
-            step = FileStep(grads, self._shards, groups, update, self._windows, self._buffers, self._disk)
+            step = FileStep(grads, self._shards, hypers, update, self._windows, self._buffers, self._disk)
             self._pending = step
         yield from self._run(step)
 

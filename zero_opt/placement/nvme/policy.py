@@ -9,25 +9,25 @@ from ...policies import NVMeOffload
 from ...sharding.buckets import GradBucket
 from ..core_sharers import agree_on_threads
 from ..memory import HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..policy import AdamPolicy
+from ..policy import NativePolicy
 from .extents import extents_of
 from .placement import NVMePlacement
 from .window_pass import BUFFERS
 
 
-class NVMePolicy(AdamPolicy[NVMeOffload]):
+class NVMePolicy(NativePolicy[NVMeOffload]):
     """``NVMeOffload``."""
 
     in_memory = False
 
     def build(self, group: Group) -> NVMePlacement:
         agree_on_threads(self.name, self.threads, group)
-        return NVMePlacement(self.offload, self.inputs.defaults, self.inputs.form_with_masters, self.threads)
+        return NVMePlacement(self.offload, self.inputs.defaults, self.kept, self.threads)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, largest = reduced_gradients(buckets), 0
-        for extent in extents_of(buckets, self.inputs.form_with_masters):
-            arrays = extent.missing(amsgrad=inputs.amsgrad(extent.group))
+        for extent in extents_of(buckets, self.kept):
+            arrays = extent.missing(self.update.roles(inputs.hypers[extent.group]))
             extent.add_memory(tally, arrays)
             largest = max(largest, extent.window_nbytes(self.offload.window_mb * 2**20, arrays))
         tally["staging", HOST_MEMORY, "windows"] += BUFFERS * largest

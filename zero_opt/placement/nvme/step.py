@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import AdamUpdate
 from ...kernels.adam_state import follow_param, span_of, state_dtypes
-from ...kernels.checks import GRAD_DTYPES
-from ...kernels.functions import adam_hypers
+from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
+from ...kernels.runs import BoundRun, check_arrays, step_runs
+from ...kernels.updates import StepHypers
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
 from .extents import FileShard, Segment
 from .window_pass import Buffer, Disk, FileWindow, WindowPass
+
+# Hyperparameters, and the runs that have them.
+StepBatch = tuple[StepHypers, list[BoundRun]]
+
+
+def step_batches(batches: Iterable[StepBatch], *, grad_scale: float, threads: int, flush_denormals: bool) -> None:
+    """Step runs by their gradients, multiplied by ``grad_scale`` first, in one native call."""
+    with torch.no_grad():
+        calls = [(hypers.for_kernel(grad_scale), runs) for hypers, runs in batches]
+        step_runs(calls, threads=threads, flush_denormals=flush_denormals)
 
 
 class FileStep:
@@ -29,24 +38,23 @@ class FileStep:
         windows: the pass over those windows that have a used slice. segments: the used ones per window, by number.
 
     Args:
-        groups: hyperparameters, as the user has them now.
-        update: :func:`adam_update_` with the options of this step.
+        hypers: those of each group, as the user has them now.
+        update: :func:`step_batches` with the options of this step.
     """
 
     def __init__(
         self,
         grads: Sequence[GradShard],
         shards: Mapping[int, FileShard],
-        groups: Sequence[Mapping[str, Any]],
-        update: Callable[[Iterable[AdamUpdate]], int],
+        hypers: Sequence[StepHypers],
+        update: Callable[[Iterable[StepBatch]], None],
         windows: Iterable[tuple[FileWindow, Sequence[Segment]]],
         buffers: Sequence[Buffer],
         disk: Disk,
     ) -> None:
         self.buckets = used_buckets(grads)
         self.segments: dict[int, list[Segment]] = {}
-        self._groups = [(adam_hypers(group), bool(group["amsgrad"])) for group in groups]
-        self._adam_update = update
+        self._hypers, self._step = hypers, update
         self._used: dict[int, tuple[FileShard, list[int]]] = {}
         self.used = self._used.values()
         self._grads: dict[tuple[int, int], Tensor] = {}
@@ -82,11 +90,18 @@ class FileStep:
     def change(self, window: FileWindow, arrays: dict[str, Tensor]) -> None:
         """Step a window, and the parameters that it is the state of; all of it or, with an exception, nothing."""
         parts = self.segments[window.number]
-        updates = [self._update(part, arrays) for part in parts]
+        stepped = [self._arrays(part, arrays) for part in parts]
+        names = [part.shard.flats[part.position].label for part in parts]
+        check_apart([(f"param of {name}", own["param"]) for name, own in zip(names, stepped, strict=True)])
+        batches: dict[tuple[int, int], StepBatch] = {}
+        for part, own, name in zip(parts, stepped, names, strict=True):
+            group, gradients = part.shard.bucket.layout.group, part.shard.gradients[part.position]
+            hypers = self._hypers[group].for_mean_of(gradients)
+            batches.setdefault((group, gradients), (hypers, []))[1].append(self._bound(part, own, name))
         with own_writes([part.shard.flats[part.position] for part in parts]):
-            self._adam_update(updates)
-            for part, update in zip(parts, updates, strict=True):
-                target, result = self._param(part), update.param if update.out is None else update.out
+            self._step(batches.values())
+            for part, own in zip(parts, stepped, strict=True):
+                target, result = self._param(part), own.get("out", own["param"])
                 if part.slice_key not in self._dropped and result.data_ptr() != target.data_ptr():
                     target.copy_(result)
 
@@ -94,10 +109,10 @@ class FileStep:
         """The parameter's elements, (part numel,)."""
         return part.shard.param_run(part.position)[part.at]
 
-    def _update(self, part: Segment, arrays: Mapping[str, Tensor]) -> AdamUpdate:
-        shard, target = part.shard, self._param(part)
-        dropped, (hypers, amsgrad) = part.slice_key in self._dropped, self._groups[shard.bucket.layout.group]
-        state = {role: arrays[role][span_of(role, part.where)] for role in state_dtypes(shard.form, amsgrad=amsgrad)}
+    def _arrays(self, part: Segment, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what a step writes of a part, by the kernel's names."""
+        shard, target, dropped = part.shard, self._param(part), part.slice_key in self._dropped
+        state = {role: arrays[role][span_of(role, part.where)] for role in state_dtypes(shard.form, shard.roles)}
         master, out = target, None
         if shard.splits and not shard.direct:
             master = target.to(HOST)
@@ -109,16 +124,17 @@ class FileStep:
                 out = torch.empty_like(target, device=HOST) if dropped or not target.is_cpu else target
         elif dropped:
             master = target.clone()
+        return {"param": master, **state, **({} if out is None else {"out": out})}
+
+    def _bound(self, part: Segment, arrays: Mapping[str, Tensor], name: str) -> BoundRun:
+        """Return the run of a part, with its gradient, after checks of both."""
         grad = self._grads[part.slice_key][part.at].to(HOST)
-        return AdamUpdate(
-            name=shard.flats[part.position].label,
-            hypers=hypers.for_mean_of(shard.gradients[part.position]),
-            step=self._numbers[part.slice_key],
-            param=master,
-            grad=grad if grad.dtype in GRAD_DTYPES else grad.float(),
-            out=out,
-            **state,
-        )
+        grad = grad if grad.dtype in GRAD_DTYPES else grad.float()
+        check_arrays(name, arrays, part.shard.roles)
+        check_tensor(f"grad of {name}", grad, arrays["param"].shape, GRAD_DTYPES)
+        run = BoundRun(arrays, grad.dtype, step=self._numbers[part.slice_key])
+        run.set_grad(grad)
+        return run
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

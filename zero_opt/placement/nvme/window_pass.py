@@ -65,7 +65,7 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         # Shared with forks rather than copied for them: a transfer goes where the pages were when it began.
-        self._memory = memoryview(mmap.mmap(-1, nbytes))
+        self._memory = memoryview(mmap.mmap(-1, max(nbytes, 1)))
         self.nbytes = nbytes
 
     def parts(self, window: FileWindow) -> Iterator[tuple[str, memoryview]]:

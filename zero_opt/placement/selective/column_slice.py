@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from ...policies import AdamState
 from ...sharding.flat_param import FlatParam, own_writes
 from ...system.devices import HOST
 from ...system.readable_pages import require_readable, require_writable
-from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW, state_keys
 from ..interface import ParamState
 from ..masters import FollowedParams
+from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from .column_step import step_selected
 from .columns import Columns
 
@@ -159,10 +159,10 @@ class ColumnSlice(FollowedParams):
             self.columns.put(run, self.selected["param" if key == "master" else key])
         return self.shaped(self.saved_master(0, run) if key == "master" else run, 0)
 
-    def state_at_home(self, saved: Mapping[str, Any], *, amsgrad: bool) -> dict[str, Any]:
+    def state_at_home(self, saved: Mapping[str, Any], roles: Sequence[str]) -> dict[str, Any]:
         """A loaded state for the inner placement; what is missing is zeros or, of the master, the parameter."""
         self.flat.load()
-        state = new_state(ADAM, self.param_run(0).to(HOST), AdamState(), state_keys(amsgrad=amsgrad))
+        state = new_state(ADAM, self.param_run(0).to(HOST), AdamState(), roles)
         for key, value in state.items():
             if key in saved and key != "step":
                 value.copy_(self._run_of(saved[key]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import quoted
-from ..adam_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
+from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..read_through import MadeState
 from .column_slice import ColumnSlice
 from .schedule import Schedule

@@ -13,8 +13,7 @@ from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate
 from ...kernels.adam_state import MAXIMUM
 from ...kernels.checks import GRAD_DTYPES
-from ...kernels.functions import adam_hypers
-from ..adam_rules import state_keys
+from ...kernels.functions import ADAM, adam_hypers
 
 
 def step_selected(
@@ -34,7 +33,7 @@ def step_selected(
     amsgrad, hypers = bool(group["amsgrad"]), adam_hypers(group)
     if amsgrad and MAXIMUM not in arrays:
         raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-    used = {role: arrays[role] for role in ("param", *state_keys(amsgrad=amsgrad))}
+    used = {role: arrays[role] for role in ("param", *ADAM.roles(group))}
     if grad.is_cpu:
         taken = grad if grad.dtype in GRAD_DTYPES else grad.float()
         named = AdamUpdate(name="selected columns", hypers=hypers, step=number, grad=taken, **used)

@@ -23,12 +23,12 @@ from ...kernels.functions import ADAM
 from ...policies import AdamState, Selective
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
-from ..adam_rules import WINDOW, require_fitting, say_without_masters, state_keys
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
+from ..native_rules import WINDOW, require_fitting, say_without_masters
 from ..read_through import ReadThrough
 from .column_slice import ColumnSlice, is_trusted
 from .column_state import SavedColumns
@@ -74,7 +74,7 @@ class SelectivePlacement(Placement):
         self._homes: dict[int, GradBucket] = {}  # what the inner placement has of them
         self._slices: dict[int, ColumnSlice] = {}
         self._shown: dict[int, ReadThrough] = {}
-        self._amsgrad: list[bool] = []
+        self._roles: list[tuple[str, ...]] = []
         self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
         self._arriving: set[int] = set()  # buckets that are pending, on whatever rank
 
@@ -83,12 +83,12 @@ class SelectivePlacement(Placement):
     def add_group(self, hypers: Mapping[str, Any]) -> None:
         self._inner.add_group(hypers)
         self._small.add_group(hypers)
-        self._amsgrad.append(bool(hypers["amsgrad"]))
+        self._roles.append(ADAM.roles(hypers))
 
     def drop_groups(self, kept: int) -> None:
         self._inner.drop_groups(kept)
         self._small.drop_groups(kept)
-        del self._amsgrad[kept:]
+        del self._roles[kept:]
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         homes = home_buckets(buckets)
@@ -174,8 +174,8 @@ class SelectivePlacement(Placement):
                 "opt.flush() before that"
             )
         saved = {} if state is None else dict(state)
-        amsgrad = self._amsgrad[column_slice.group]
-        require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, state_keys(amsgrad=amsgrad))
+        roles = self._roles[column_slice.group]
+        require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
         self._load_slice(index, saved, column_slice.columns.chosen)
         shown.forget()
         return state is not shown
@@ -187,7 +187,7 @@ class SelectivePlacement(Placement):
         """Replace all state. Collective."""
         self._resume_schedule(states)  # what comes after it may fail on one rank
         self._arriving = set()
-        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+        self._roles = [ADAM.roles(group) for group in groups]
         self._small.load({index: state for index, state in states.items() if index not in self._slices}, groups)
         self._inner.load({}, groups)
         without = 0
@@ -226,8 +226,8 @@ class SelectivePlacement(Placement):
             selecting, total = not saved and self._schedule.since_selection >= 0, column_slice.total
             count = selected_count(self._policy.topk_ratio, total) if selecting else 0
             chosen = torch.arange(count, dtype=torch.int64, device="cpu")
-        amsgrad = self._amsgrad[column_slice.group]
-        self._inner.adopt_state(index, column_slice.state_at_home(saved, amsgrad=amsgrad))
+        roles = self._roles[column_slice.group]
+        self._inner.adopt_state(index, column_slice.state_at_home(saved, roles))
         column_slice.load(saved, dict(self._inner.state())[index], chosen)
 
     # -- steps --------------------------------------------------------------------------------------------------------

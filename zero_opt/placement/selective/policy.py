@@ -10,15 +10,16 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...errors import ConfigConflict
+from ...kernels.functions import ADAM
 from ...layout import ParamSlice
 from ...policies import Selective
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...system.log import log
-from ..adam_rules import check_groups, check_params, check_state, state_keys
 from ..in_process.policy import add_slice
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
+from ..native_rules import ADAM_CLASSES, check_groups, check_params, check_state
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
 from .column_state import column_places
 from .columns import is_matrix, neighbors_in_column
@@ -45,7 +46,7 @@ class SelectivePolicy(PlacementPolicy):
                 "CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it"
             )
         self._require_class_steps(params, describe, "Selective leaves a part of it", "")
-        check_groups("Selective", self.inputs.optimizer_class, groups)
+        check_groups("Selective", self.inputs.optimizer_class, groups, ADAM_CLASSES)
         check_params("Selective", params, describe)
         self._inner.check(groups, describe)
         if self._inner.in_memory and all(param.device.type == "cpu" for param in params):
@@ -56,11 +57,11 @@ class SelectivePolicy(PlacementPolicy):
             )
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        check_groups(self._inner.name, self.inputs.optimizer_class, groups)
+        check_groups(self._inner.name, self.inputs.optimizer_class, groups, ADAM_CLASSES)
 
     def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:
         if is_matrix(param):
-            check_state(index, state)
+            check_state(index, state, ADAM)
 
     def loadable(self, states: ParamStates) -> ParamStates:
         return states
@@ -82,7 +83,7 @@ class SelectivePolicy(PlacementPolicy):
         for bucket in buckets:
             for piece, flat in zip(*slices_of(bucket), strict=True):
                 if is_matrix(flat.param):
-                    self._add_columns(tally, piece, flat, amsgrad=inputs.amsgrad(piece.group))
+                    self._add_columns(tally, piece, flat, ADAM.roles(inputs.hypers[piece.group]))
                 else:
                     add_slice(tally, inputs, piece, flat, DEVICE, self.stepped_as(flat.param)[0])
         for (kind, where, name), nbytes in self._inner.memory(home_buckets(buckets), inputs).items():
@@ -90,7 +91,7 @@ class SelectivePolicy(PlacementPolicy):
             tally[place] += nbytes
         return tally
 
-    def _add_columns(self, tally: Tally, piece: ParamSlice, flat: FlatParam, *, amsgrad: bool) -> None:
+    def _add_columns(self, tally: Tally, piece: ParamSlice, flat: FlatParam, roles: Sequence[str]) -> None:
         """Add what is kept of a matrix's slice beside what the inner placement has of it."""
         total, numel = flat.shape[-1], piece.in_param.numel
         count, itemsize = selected_count(self._selective.topk_ratio, total), torch.float32.itemsize
@@ -98,7 +99,7 @@ class SelectivePolicy(PlacementPolicy):
         if count < total or self._selective.warmup_steps:
             tally["staging", HOST_MEMORY, "gradients that wait"] += numel * itemsize
         tally["masters", DEVICE, "selected columns"] += here * itemsize
-        for key in state_keys(amsgrad=amsgrad):
+        for key in roles:
             tally["state", DEVICE, key] += here * itemsize
         # Numbers of columns, and of their elements in a row.
         tally["buffers", HOST_MEMORY, "columns"] += count * (1 + neighbors_in_column(flat)) * torch.int64.itemsize

@@ -11,13 +11,12 @@ from torch import Tensor
 from ...kernels.adam_state import HALVES, role_numel, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES
 from ...kernels.runs import BoundRun
-from ...policies import AdamState
 from ...sharding.buckets import GradBucket
 from ...system.devices import is_host
 from ...system.extension import native
 from ...system.shared_memory import Arena
-from ..adam_shard import StateShard
 from ..memory import HOST_MEMORY, Tally, reduced_gradients, state_kind
+from ..state_shard import Kept, StateShard
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ARRAY_ALIGN = 64
@@ -46,8 +45,8 @@ class ArenaShard(StateShard):
 
     banks = 1
 
-    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
-        super().__init__(bucket, form)
+    def __init__(self, bucket: GradBucket, kept: Kept) -> None:
+        super().__init__(bucket, kept)
         self._stepped_role = "param" if self.splits else "master"
         self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
         self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
@@ -59,10 +58,10 @@ class ArenaShard(StateShard):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
-        """The arrays that a step needs and that have no place yet."""
+    def missing(self, roles: Sequence[str], grads: int) -> dict[str, torch.dtype]:
+        """The arrays that a step with ``roles`` of the update's needs and that have no place yet."""
         wanted = {self._stepped_role: self.param_dtype if self.splits else torch.float32}
-        wanted |= state_dtypes(self.form, amsgrad=amsgrad)
+        wanted |= state_dtypes(self.form, roles)
         if self._has_out:
             wanted["out"] = self.param_dtype
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
@@ -94,7 +93,8 @@ class ArenaShard(StateShard):
         for role, dtype in arrays.items():
             kind, name = self.kind_of(role)
             tally[kind, HOST_MEMORY, name] += self._held_numel(role, kind) * dtype.itemsize
-        tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
+        if self.update.counts:
+            tally["state", HOST_MEMORY, "step"] += self.steps.nbytes
         if not self.grads_in_arena:
             tally.update(reduced_gradients([self.bucket]))
 
@@ -160,14 +160,18 @@ class ArenaShard(StateShard):
         if self.grads_in_arena:
             self.bucket.lend()
 
-    def runs(self, positions: Sequence[int], *, amsgrad: bool) -> Iterator[tuple[native.UpdateRun, int]]:
-        """Native runs over these slices, each from one bank of state to the other if there is one; their gradients."""
-        home = self.grads
+    def runs(self, positions: Sequence[int], roles: tuple[str, ...]) -> Iterator[tuple[native.UpdateRun, int]]:
+        """Native runs over these slices, each from one bank of state to the other if there is one; their gradients.
+
+        Args:
+            roles: which of the update's arrays the step has.
+        """
+        home, self.roles = self.grads, roles
         for where, step, bank in self._neighbors(positions):
-            arrays = self._state(where, bank, amsgrad=amsgrad)
+            arrays = self._state(where, bank)
             if self._has_out:
                 arrays["out"] = self._arrays["out"][where]
-            to = self._state(where, 1 - bank, amsgrad=amsgrad) if self.banks == 2 else None
+            to = self._state(where, 1 - bank) if self.banks == 2 else None
             yield BoundRun(arrays, self.grad_dtype, step=step, to=to).run, home[where].data_ptr()
 
     def _neighbors(self, positions: Sequence[int]) -> Iterator[tuple[slice, float, int]]:
@@ -183,9 +187,9 @@ class ArenaShard(StateShard):
             if stop > start:
                 yield slice(start, stop), self.next_step(neighbors[0], step), bank
 
-    def _state(self, where: slice, bank: int, *, amsgrad: bool) -> dict[str, Tensor]:
+    def _state(self, where: slice, bank: int) -> dict[str, Tensor]:
         """What a run reads of one bank, or writes to it, by the kernel's names for their roles."""
-        names = {"param": self._stepped_role, **{role: role for role in state_dtypes(self.form, amsgrad=amsgrad)}}
+        names = {"param": self._stepped_role, **{role: role for role in state_dtypes(self.form, self.roles)}}
         return {role: self._arrays[in_bank(name, bank)][span_of(role, where)] for role, name in names.items()}
 
     def count_step(self, positions: Collection[int]) -> None:

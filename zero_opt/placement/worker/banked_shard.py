@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ...kernels import sum_count
-from ...policies import AdamState
 from ...sharding.buckets import GradBucket
+from ...system.extension import native
 from ...system.shared_memory import Arena
 from ..interface import ParamState
+from ..state_shard import Kept
 from .arena_shard import SECOND_BANK, ArenaShard, in_bank
 
 _SQUARES = "squares"
@@ -21,7 +22,7 @@ class BankedShard(ArenaShard):
     """A shard with two banks of state, of which a step reads one and writes the other.
 
     Each slice has a bank of its own that counts: slices that a step does not use stay where they are, and nothing is
-    ever copied from bank to bank. ``out`` and gradients are not state, and there once.
+    copied from bank to bank but arrays that a step does not have. ``out`` and gradients are not state, and there once.
 
     Attributes:
         squares: per slice, a place for the sums that :func:`grad_squares` adds up; none if the shard lies elsewhere.
@@ -29,14 +30,14 @@ class BankedShard(ArenaShard):
 
     banks = 2
 
-    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
-        super().__init__(bucket, form)
+    def __init__(self, bucket: GradBucket, kept: Kept) -> None:
+        super().__init__(bucket, kept)
         self.squares: list[Tensor] = []
         self._sums = [sum_count(piece.in_shard.numel) for piece in self.pieces]
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
 
-    def missing(self, *, amsgrad: bool, grads: int) -> dict[str, torch.dtype]:
-        arrays = super().missing(amsgrad=amsgrad, grads=grads)
+    def missing(self, roles: Sequence[str], grads: int) -> dict[str, torch.dtype]:
+        arrays = super().missing(roles, grads)
         state = [role for role in arrays if role != "out" and not role.startswith("grad")]
         arrays |= {in_bank(role, 1): arrays[role] for role in state}
         if self.grads_in_arena and _SQUARES not in self._sections:
@@ -60,6 +61,10 @@ class BankedShard(ArenaShard):
         sizes = (self._held_numel(role, "buffers") * dtype.itemsize for role, dtype in doubled.items())
         return super().spare_nbytes + sum(sizes)
 
+    def forget_views(self, position: int) -> None:
+        super().forget_views(position)
+        self._other.pop(position, None)
+
     def bind(self, arena: Arena) -> None:
         self._other.clear()
         super().bind(arena)
@@ -69,6 +74,17 @@ class BankedShard(ArenaShard):
         name = in_bank(role, self.bank[position])
         return self._arrays[name if name in self._arrays else role]
 
+    def runs(self, positions: Sequence[int], roles: tuple[str, ...]) -> Iterator[tuple[native.UpdateRun, int]]:
+        self._carry_over(positions, [role for role in self.places() if role not in roles])
+        return super().runs(positions, roles)
+
+    def _carry_over(self, positions: Sequence[int], roles: Collection[str]) -> None:
+        """Copy arrays that a step does not have to the bank that it writes."""
+        for where, _, bank in self._neighbors(positions) if roles else ():
+            for role in roles:
+                # What has a version counter of its own: no value changes that counts.
+                self._arrays[in_bank(role, 1 - bank)].data[where] = self._arrays[in_bank(role, bank)][where]
+
     def count_step(self, positions: Collection[int]) -> None:
         """Let the banks count, and be shown, that the step has written."""
         super().count_step(positions)
@@ -77,7 +93,10 @@ class BankedShard(ArenaShard):
             self._copies.pop(position, None)
             if position in self._views and not self.compact:
                 _, before = self._views[position]
-                after = self._other.pop(position, None) or self._shown(position)
-                after["step"] = before["step"]  # there is one
+                after = self._other.pop(position, {})
+                if after.keys() != before.keys():
+                    after = self._shown(position)
+                if "step" in before:
+                    after["step"] = before["step"]  # there is one
                 self._renew_view(position, after)
                 self._other[position] = before

@@ -11,9 +11,8 @@ from torch import nn
 
 from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
-from ...kernels.functions import adam_hypers
 from ...kernels.runs import RunBatch
-from ...policies import AdamState, WorkerOffload
+from ...policies import WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import versions_of
@@ -22,7 +21,8 @@ from ...system.interrupts import uninterrupted
 from ...system.log import log
 from ...system.phases import Phase
 from ...system.pinned_memory import HostMemory
-from ..adam_placement import NativePlacement
+from ..native_placement import NativePlacement
+from ..state_shard import Kept
 from .arena_shard import ArenaShard
 from .cores import Confined, agreed_split
 from .pace import Pace
@@ -51,7 +51,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     Args:
         model: results arrive after the step, in the order of its modules; ``None``, within it.
-        form: what is kept of a parameter.
+        kept: what is kept of parameters.
         grad_buffers: how many each bucket has.
 
     Attributes:
@@ -68,11 +68,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         defaults: Mapping[str, Any],
         group: Group,
         model: nn.Module | None,
-        form: AdamState,
+        kept: Kept,
         grad_buffers: int = 1,
     ) -> None:
-        super().__init__()
-        self._form = form
+        super().__init__(kept)
         self._grad_buffers = grad_buffers
         self._policy = policy
         self._begun = 0  # steps, those of the loaded state among them
@@ -89,15 +88,15 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
-        added = [self.shard_type(bucket, self._form) for bucket in buckets]
+        added = [self.shard_type(bucket, self._kept) for bucket in buckets]
         self._extend([*self._shards.values(), *added])
         self._register(added)
+        self._mark_state()
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
         missing = [
-            (shard, shard.missing(amsgrad=self._amsgrad[shard.bucket.layout.group], grads=self._grad_buffers))
-            for shard in shards
+            (shard, shard.missing(self._roles[shard.bucket.layout.group], self._grad_buffers)) for shard in shards
         ]
         nbytes = sum(shard.nbytes_of(arrays) for shard, arrays in missing)
         if any(arrays for _, arrays in missing):
@@ -109,6 +108,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                 shard.bind(self._worker.arena)
             self._mark_state()
         self._worker.start()  # its threads touch new pages first, which are near to them then
+        for shard, arrays in missing:
+            shard.fill_new(arrays)
         if any(arrays for _, arrays in missing):
             self._lock_pages(shards)
 
@@ -283,13 +284,13 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
         for shard, positions in used:
             number = shard.bucket.layout.group
-            hypers, amsgrad = adam_hypers(groups[number]), self._uses_maximum(shard, groups[number])
+            hypers, roles = self._kept.update.hypers(groups[number]), self._used_roles(shard, groups[number])
             shard.read_params(positions)
             for gradients in sorted({shard.gradients[position] for position in positions}):
                 alike = [position for position in positions if shard.gradients[position] == gradients]
                 scaled = hypers.for_mean_of(gradients).for_kernel(grad_scale, prediction=self._prediction)
                 _, runs, addresses = batches.setdefault((number, gradients), (scaled, [], []))
-                for run, address in shard.runs(alike, amsgrad=amsgrad):
+                for run, address in shard.runs(alike, roles):
                     runs.append(run)
                     addresses.append(address)
         self._await_copies()

@@ -13,7 +13,7 @@ from ...policies import AlreadyReduced, AtStep, DDPHook, Overlapped, WorkerOfflo
 from ...sharding.buckets import GradBucket
 from ...system.shared_memory import page_aligned
 from ..memory import HOST_MEMORY, MemoryInputs, Tally
-from ..policy import AdamPolicy, PlacementInputs
+from ..policy import NativePolicy, PlacementInputs
 from .cores import split_cores
 from .placement import WorkerPlacement
 from .prediction import PredictingPlacement
@@ -21,7 +21,7 @@ from .process import control_nbytes
 from .speculation import SpeculativePlacement
 
 
-class WorkerPolicy(AdamPolicy[WorkerOffload]):
+class WorkerPolicy(NativePolicy[WorkerOffload]):
     """``WorkerOffload``."""
 
     def __init__(self, offload: WorkerOffload, inputs: PlacementInputs) -> None:
@@ -54,8 +54,8 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         return PredictingPlacement if self.offload.prediction else WorkerPlacement
 
     def build(self, group: Group) -> WorkerPlacement:
-        model, form = self.inputs.reduction.overlap_param_gather, self.inputs.form_with_masters
-        return self._placement_type(self.offload, self.inputs.defaults, group, model, form, self._grad_buffers)
+        model = self.inputs.reduction.overlap_param_gather
+        return self._placement_type(self.offload, self.inputs.defaults, group, model, self.kept, self._grad_buffers)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally = Tally()
@@ -64,8 +64,8 @@ class WorkerPolicy(AdamPolicy[WorkerOffload]):
         # A run is a stretch of neighbors with one step count: as a rule, a bucket.
         start = taken = page_aligned(control_nbytes(threads, len(buckets)))
         for bucket in buckets:
-            shard = self._placement_type.shard_type(bucket, self.inputs.form_with_masters)
-            arrays = shard.missing(amsgrad=inputs.amsgrad(bucket.layout.group), grads=self._grad_buffers)
+            shard = self._placement_type.shard_type(bucket, self.kept)
+            arrays = shard.missing(self.update.roles(inputs.hypers[bucket.layout.group]), self._grad_buffers)
             shard.add_memory(tally, arrays)
             taken += shard.nbytes_of(arrays)
         in_arena = sum(n for (_, where, name), n in tally.items() if where == HOST_MEMORY and name != "step")

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...reduction.interface import GradShard
 from ...system.interrupts import uninterrupted
-from ..adam_shard import StateShard
 from ..masters import write_copies
+from ..state_shard import StateShard
 from .arena_shard import ArenaShard
 from .placement import Pending, WorkerPlacement
 

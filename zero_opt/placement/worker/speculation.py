@@ -33,12 +33,13 @@ from torch import Tensor, nn
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
 from ...errors import ZeroOptError
-from ...kernels.functions import AdamHypers, adam_hypers
 from ...kernels.runs import RunBatch
-from ...policies import AdamState, WorkerOffload
+from ...kernels.updates import StepHypers
+from ...policies import WorkerOffload
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
+from ..state_shard import Kept
 from .arena_shard import ArenaShard
 from .banked_shard import BankedShard
 from .placement import Pending, WorkerPlacement
@@ -56,8 +57,8 @@ class _Step(NamedTuple):
         versions: of the state.
     """
 
-    hypers: AdamHypers
-    amsgrad: bool
+    hypers: StepHypers
+    roles: tuple[str, ...]
     flush_denormals: bool
     unscale: float
     versions: tuple[int, int]
@@ -114,10 +115,10 @@ class SpeculativePlacement(WorkerPlacement):
         defaults: Mapping[str, Any],
         group: Group,
         model: nn.Module | None,
-        form: AdamState,
+        kept: Kept,
         grad_buffers: int = 1,
     ) -> None:
-        super().__init__(policy, defaults, group, model, form, grad_buffers)
+        super().__init__(policy, defaults, group, model, kept, grad_buffers)
         self.kept = self.redone = 0
         self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
@@ -221,7 +222,7 @@ class SpeculativePlacement(WorkerPlacement):
         self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
-            runs = list(shard.runs(range(len(shard.pieces)), amsgrad=step.amsgrad))
+            runs = list(shard.runs(range(len(shard.pieces)), step.roles))
             batch = (step.hypers.for_kernel(step.unscale), [run for run, _ in runs], [grad for _, grad in runs])
             drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
         except (ZeroOptError, ValueError, TypeError, KeyError, OverflowError):
@@ -230,7 +231,8 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _step_of(self, shard: ArenaShard, group: Mapping[str, Any], unscale: float) -> _Step:
         versions = (self._worker.arena.bytes._version, shard.steps._version)
-        return _Step(adam_hypers(group), self._uses_maximum(shard, group), self._flushes, unscale, versions)
+        hypers, roles = self._kept.update.hypers(group), self._used_roles(shard, group)
+        return _Step(hypers, roles, self._flushes, unscale, versions)
 
     def rewrites(self, bucket: GradBucket) -> None:
         with self._lock:

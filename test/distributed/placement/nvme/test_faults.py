@@ -127,7 +127,7 @@ def _interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "place", [(nvme_placement, "adam_update_"), (Disk, "read"), (Disk, "write")], ids=lambda at: at[1]
+    "place", [(nvme_placement, "step_batches"), (Disk, "read"), (Disk, "write")], ids=lambda at: at[1]
 )
 def test_ctrl_c_loses_no_window(
     place: tuple[Any, str], after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +281,7 @@ def test_entries_that_are_edited_between_the_failure_and_the_flush_are_put_back(
                 continue
             with monkeypatch.context() as patch, Faults(patch).at("pwritev", 0, errno.EIO):
                 if how == "Ctrl-C":
-                    patch.setattr(nvme_placement, "adam_update_", _struck(nvme_placement.adam_update_, 0, after=False))
+                    patch.setattr(nvme_placement, "step_batches", _struck(nvme_placement.step_batches, 0, after=False))
                 with pytest.raises((zero_opt.StorageFailed, KeyboardInterrupt)):
                     optimizer.step()
             EDITS[edit](optimizer.state, params[0])
@@ -355,10 +355,10 @@ def _file_limit(rank: int, world_size: int, path: Path, added: bool) -> str:
     params = make_params()
     optimizer = make(params[:1], path) if added else None
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))  # the store is a file too
     large = {"params": [nn.Parameter(torch.ones(100_000))]}
     with pytest.raises(zero_opt.StorageFull, match=r"needs .* in '.*', where .* MiB are free") as caught:
-        make(params, path) if optimizer is None else optimizer.add_param_group(large)
+        make([*params, *large["params"]], path) if optimizer is None else optimizer.add_param_group(large)
     if optimizer is not None:
         assert len(optimizer.param_groups) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

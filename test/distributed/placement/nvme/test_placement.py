@@ -277,7 +277,7 @@ def test_amsgrad_that_a_state_dict_brings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"cls": torch.optim.SGD}, zero_opt.UnsupportedOptimizer, "NVMeOffload steps Adam"),
+        ({"cls": torch.optim.RMSprop}, zero_opt.UnsupportedOptimizer, "NVMeOffload steps Adam"),
         ({"fused": False}, zero_opt.UnsupportedOptimizer, "NVMeOffload has the bits of fused=True alone"),
         ({"dtype": torch.float64}, zero_opt.UnsupportedParam, "NVMeOffload takes float32"),
         ({"offload": zero_opt.NVMeOffload}, zero_opt.ConfigTypeError, "write NVMeOffload"),

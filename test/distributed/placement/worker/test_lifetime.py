@@ -32,7 +32,7 @@ from test.support.worker_training import (
     train_ranks,
     worker_of,
 )
-from zero_opt.placement import adam_rules
+from zero_opt.placement import native_rules
 from zero_opt.placement.worker import process
 from zero_opt.system import shared_memory
 
@@ -443,7 +443,7 @@ def test_gathering_in_the_background(offload: Any) -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "error", "text"),
     [
-        (torch.optim.SGD, {"lr": 0.1}, zero_opt.UnsupportedOptimizer, "not SGD; with offload=None any class"),
+        (torch.optim.RMSprop, {"lr": 0.1}, zero_opt.UnsupportedOptimizer, "not RMSprop; with offload=None any class"),
         (torch.optim.AdamW, {"fused": False}, zero_opt.UnsupportedOptimizer, "fused=False.* with offload=None"),
         (torch.optim.Adam, {"foreach": True}, zero_opt.UnsupportedOptimizer, "foreach=True"),
         (torch.optim.Adam, {"offload": zero_opt.WorkerOffload(cores=(4000,))}, zero_opt.ConfigError, "4000"),
@@ -466,7 +466,7 @@ def test_params_that_are_refused() -> None:
 
 
 def test_the_formula_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    adam_rules.say_fused.cache_clear()
+    native_rules.say_fused.cache_clear()
     found = []
     for _ in range(2):
         params = make_params()

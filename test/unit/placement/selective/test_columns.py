@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test.support.harness import assert_bitwise
+from zero_opt.kernels.adam_state import MOMENTS
 from zero_opt.layout import ParamSlice, Span, plan_flat
 from zero_opt.placement.masters import slices_of
 from zero_opt.placement.selective.column_slice import ColumnSlice
@@ -75,7 +76,7 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
         }
         if dtype is not torch.float32:
             values["master"] = run.float() * (1 + 2**-12)
-        found.load({}, found.state_at_home(values, amsgrad=False), torch.empty(0, dtype=torch.int64))
+        found.load({}, found.state_at_home(values, MOMENTS), torch.empty(0, dtype=torch.int64))
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
             found.read_param()
             found.select(torch.tensor(sorted(chosen), dtype=torch.int64))

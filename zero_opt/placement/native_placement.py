@@ -1,4 +1,4 @@
-"""The common part of placements that step Adam natively, with its state in arrays of their own."""
+"""The common part of placements that step natively, with its state in arrays of their own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StepPending, UnsupportedOptimizer
-from ..kernels.functions import ADAM
 from ..sharding.buckets import GradBucket
-from .adam_rules import check_fused, require_fitting, say_without_masters, state_keys
-from .adam_shard import StateShard
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
+from .native_rules import check_fused, require_fitting, say_without_masters
 from .read_through import ReadThrough
+from .state_shard import Kept, StateShard
 
 
 class PendingStep(Protocol):
@@ -43,9 +42,10 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
     _cause = ""
     _remedy = "call opt.flush()"
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self._amsgrad: list[bool] = []
+        self._kept = kept
+        self._roles: list[tuple[str, ...]] = []  # per group: which arrays have a place
         self._shards: dict[int, ShardT] = {}  # by bucket
         self._pending: StepT | None = None
 
@@ -70,14 +70,17 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def add_group(self, hypers: Mapping[str, Any]) -> None:
-        self._amsgrad.append(bool(hypers["amsgrad"]))
+        self._roles.append(self._kept.update.roles(hypers))
 
     def drop_groups(self, kept: int) -> None:
-        del self._amsgrad[kept:]
+        del self._roles[kept:]
 
     def _register(self, shards: Iterable[ShardT]) -> None:
-        """Note which shard has which parameters."""
+        """Note which shard has which parameters, and make the masters of those that have state from the start."""
         for shard in shards:
+            if shard.stepped and shard.shows_masters:
+                shard.read_params(range(len(shard.pieces)))
+                self._written()
             self._shards[shard.bucket.layout.index] = shard
             self._places.update({piece.param: (shard, at) for at, piece in enumerate(shard.pieces)})
 
@@ -114,9 +117,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         require_own_master(shard.flats[position].label, state or {}, shard.form)
         shard.read_params([position])  # a master that is not in the new state is not of a parameter of before
         saved = {} if state is None else dict(state)
-        require_fitting(
-            shard.flats[position], shard.part(position).shape, saved, ADAM, state_keys(amsgrad=shard.has_maximum())
-        )
+        require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
         require_squares_of(shard.flats[position].label, saved, shard.form)
         in_place = isinstance(state, ReadThrough) and state is shard.state(position)
         if not in_place:
@@ -130,7 +131,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         """Replace all state; a step under way ends, and is forgotten."""
         self._drop_pending()
         self._await_copies()
-        self._amsgrad = [bool(group["amsgrad"]) for group in groups]
+        self._roles = [self._kept.update.roles(group) for group in groups]
         self._make_room()
         without = 0
         for index, (shard, position) in self._places.items():
@@ -160,9 +161,12 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
             for position in positions:
                 shard.follow(position)
 
-    def _uses_maximum(self, shard: ShardT, group: Mapping[str, Any]) -> bool:
-        """Whether a shard of the group is stepped with amsgrad; options may have been edited."""
+    def _used_roles(self, shard: ShardT, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return which arrays a step of a shard of the group has; options may have been edited."""
         check_fused(self._policy_name, shard.bucket.layout.group, group)
-        if group["amsgrad"] and not shard.has_maximum():
-            raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
-        return bool(group["amsgrad"])
+        roles, places = self._kept.update.roles(group), shard.places()
+        for role in roles:
+            if role not in places:
+                switch = self._kept.update.switches[role]
+                raise UnsupportedOptimizer(f"{switch} cannot be switched on after its param group was added")
+        return roles

@@ -1,38 +1,43 @@
-"""What the native Adam step can be asked for, whichever placement takes it away from the parameters' device."""
+"""What the native step can be asked for, whichever placement takes it away from the parameters' device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
-from ..kernels import CPUAdam, CPUAdamW
-from ..kernels.adam_state import HALVES, MAXIMUM, MOMENTS
+from ..kernels.adam_state import HALVES, MAXIMUM
 from ..kernels.functions import ADAM
+from ..kernels.table import UPDATES
 from ..kernels.updates import NativeUpdate
 from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
 from ..system.log import log
 
-ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW, CPUAdam, CPUAdamW)
+ADAM_CLASSES = tuple(cls for cls, update in UPDATES.items() if update is ADAM)
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
 
 
-def check_groups(policy: str, cls: type[torch.optim.Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
+def check_groups(
+    policy: str,
+    cls: type[torch.optim.Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    classes: Collection[type[torch.optim.Optimizer]] = UPDATES,
+) -> None:
     """Raise UnsupportedOptimizer or NativeUnavailable unless these param groups can be stepped natively.
 
     Args:
-        policy: the name of the policy that is to do so.
+        policy: the name of the policy that is to do so. classes: those that it takes.
     """
     require_native()
-    if cls not in ADAM_CLASSES:
-        names = ", ".join(known.__name__ for known in ADAM_CLASSES)
+    if cls not in classes:
+        names = ", ".join(known.__name__ for known in classes)
         raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_OTHERWISE}")
     for number, group in enumerate(groups):
         check_fused(policy, number, group)
@@ -64,10 +69,10 @@ def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int]
             )
 
 
-def check_state(index: int, state: Mapping[str, Any]) -> None:
-    """Raise StateDictError unless the loaded state of a parameter is Adam's, and has nothing else."""
-    _require_known(f"the state of parameter {index}", state, ADAM)
-    for key in ("step", "exp_avg", "exp_avg_sq"):
+def check_state(index: int, state: Mapping[str, Any], update: NativeUpdate) -> None:
+    """Raise StateDictError unless the loaded state of a parameter is the update's, and has nothing else."""
+    _require_known(f"the state of parameter {index}", state, update)
+    for key in update.least:
         if state and key not in state:
             raise StateDictError(f"state {key!r} of parameter {index} is missing")
 
@@ -80,11 +85,6 @@ def without_column_keys(states: Mapping[int, Mapping[str, Any]]) -> dict[int, Ma
         else state
         for index, state in states.items()
     }
-
-
-def state_keys(*, amsgrad: bool) -> tuple[str, ...]:
-    """What Adam keeps of a parameter as large as that."""
-    return (*MOMENTS, MAXIMUM) if amsgrad else MOMENTS
 
 
 def say_without_masters(count: int) -> None:

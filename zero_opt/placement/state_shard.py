@@ -1,17 +1,18 @@
-"""One bucket's shard of Adam's state, in arrays of the shard's size, as it is shown, replaced and counted."""
+"""One bucket's shard of optimizer state, in arrays of the shard's size, as it is shown, replaced and counted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import StateDictError
-from ..kernels.adam_state import HALVES, MAXIMUM, ROLES, span_of
+from ..kernels.adam_state import BESIDE, HALVES, span_of
+from ..kernels.updates import NativeUpdate, given_arrays
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
@@ -21,27 +22,43 @@ from .masters import MasterShard, slices_of
 from .read_through import ReadThrough
 
 
+class Kept(NamedTuple):
+    """What is kept of parameters between steps.
+
+    Attributes:
+        update: what keeps it. form: in which form. first: what the elements of new arrays are.
+    """
+
+    update: NativeUpdate
+    form: AdamState
+    first: float
+
+
 class StateShard(MasterShard):
-    """One bucket's shard of Adam's state. Slices are those of this rank in the bucket.
+    """One bucket's shard of optimizer state. Slices are those of this rank in the bucket.
 
     Arrays are (shard numel,): those of :func:`state_dtypes`, of which bases have one element per block; master, fp32,
     where the parameter is not that itself, nor the half of a split one.
 
     Attributes:
-        form: what is kept of a slice. splits: whether masters are split.
+        update: what keeps the state. form: what is kept of a slice. splits: whether masters are split.
         compact: whether users see another state than the arrays.
-        steps: steps done, fp32, one per slice.
+        roles: which of the update's arrays the step has that was begun last.
+        steps: steps done, fp32, one per slice; of an update that does not count them, 1 where the arrays are made.
         stepped: positions of slices that have state.
     """
 
-    def __init__(self, bucket: GradBucket, form: AdamState) -> None:
+    def __init__(self, bucket: GradBucket, kept: Kept) -> None:
         super().__init__(*slices_of(bucket))
-        self.bucket, self.form = bucket, form_of(bucket, form)
+        self.bucket, self.form = bucket, form_of(bucket, kept.form)
+        self.update, self._first = kept.update, kept.first
+        self.roles: tuple[str, ...] = ()
         self.splits, self.compact = self.form.master == "split", is_compact(self.form)
         self.param_dtype = bucket.params[0].param.dtype
         self.steps = torch.zeros(len(self.pieces), dtype=torch.float32, device="cpu")
-        self.stepped: set[int] = set()
+        self.stepped = set(range(len(self.pieces)) if self.update.from_start else ())
         self._arrays: dict[str, Tensor] = {}
+        self._unseen: set[int] = set()  # positions of slices of which arrays have been made since they were shown
         self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
 
     def master(self, position: int) -> Tensor:
@@ -58,6 +75,9 @@ class StateShard(MasterShard):
         shown, before = self._views[position]
         if isinstance(shown, ReadThrough):
             return
+        for key in before.keys() - own.keys():
+            if shown.get(key) is before[key]:
+                del shown[key]
         for key, value in own.items():
             if shown.get(key) is before.get(key):
                 shown[key] = value
@@ -73,6 +93,9 @@ class StateShard(MasterShard):
         if position not in self._views:
             own = self._shown(position)
             self._views[position] = (self._plain_form(position) if self.compact else dict(own), own)
+        elif position in self._unseen:
+            self._renew_view(position, self._shown(position))
+        self._unseen.discard(position)
         return self._views[position][0]
 
     def _plain_form(self, position: int) -> ReadThrough:
@@ -80,11 +103,12 @@ class StateShard(MasterShard):
         return ReadThrough(PlainForm(stored, upper_half, partial(self.shaped, position=position)))
 
     def _stored(self, position: int) -> ParamState:
-        """The arrays' part of a slice, 1-D."""
-        roles = [role for role in ROLES if role in self._arrays]
-        masters = ["master"] if self.param_dtype in HALVES and not self.splits else []
+        """The state of a slice as it is kept, 1-D."""
+        made = self.update.counts or self.steps[position] > 0
+        roles = [role for role in (*self.update.arrays, *BESIDE) if made and role in self._arrays]
+        masters = ["master"] if self.shows_masters else []
         slices = {role: self._slice(role, position) for role in (*roles, *masters)}
-        return {"step": self.steps[position], **slices}
+        return {"step": self.steps[position], **slices} if self.update.counts else slices
 
     def _upper_half(self, position: int) -> Tensor:
         """The parameter's half of a split master, 1-D in host memory."""
@@ -159,23 +183,33 @@ class StateShard(MasterShard):
             self._load_compact(position, saved)
             self._end_load(position, saved)
             return
-        for key, value in self.state(position).items():
-            if key == "step":
-                self.steps[position] = float(saved.get(key, 0.0))
-            elif key in saved:
-                value.copy_(saved[key])
-            elif key != "master":
-                value.zero_()
-        if not self._keeps_master(saved):
+        given = given_arrays(saved, self.places())
+        for role in self.places():
+            value = self.shaped(self._slice(role, position), position)
+            if role in given:
+                value.copy_(given[role])
+            else:
+                value.fill_(self._first)
+        self.steps[position] = float(saved.get("step", 0.0)) if self.update.counts else float(bool(given))
+        if self._keeps_master(saved):
+            self.shaped(self.master(position), position).copy_(saved["master"])
+        else:
             self.take_param(position)
+        if position in self._views:
+            self._renew_view(position, self._shown(position))
         self._end_load(position, saved)
 
     def _keeps_master(self, saved: Mapping[str, Any]) -> bool:
         """Whether a saved state has a master that is kept as it is. It may be the one that lies here."""
-        return "master" in saved and self.param_dtype in HALVES and not self.splits
+        return "master" in saved and self.shows_masters
+
+    @property
+    def shows_masters(self) -> bool:
+        """Whether masters are state of their own, which users see."""
+        return self.param_dtype in HALVES and not self.splits
 
     def _end_load(self, position: int, saved: Mapping[str, Any]) -> None:
-        if saved:
+        if saved and self._stored(position):
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
@@ -183,6 +217,8 @@ class StateShard(MasterShard):
 
     def next_step(self, position: int, number: float) -> float:
         """Return the number of a slice's next step, in fp32, where counting ends at 2^24, as torch's does.
+
+        Of an update that does not count, step 1 makes the arrays.
 
         Raises:
             StateDictError: the user has made it something else.
@@ -192,15 +228,31 @@ class StateShard(MasterShard):
             raise StateDictError(f"the step count of {label} must be a number from 0, and is {number - 1}")
         return number
 
-    def has_maximum(self) -> bool:
-        """Whether there is a place for amsgrad's state."""
-        return MAXIMUM in self._arrays
+    def places(self) -> tuple[str, ...]:
+        """Return which of the update's arrays have a place."""
+        return tuple(role for role in self.update.arrays if role in self._arrays)
+
+    def fill_new(self, roles: Collection[str]) -> None:
+        """Give arrays that have just got their place the values of new ones. Nobody has seen them yet."""
+        for role in self.update.arrays if self._first else ():
+            if role in roles:
+                self._arrays[role].data.fill_(self._first)
 
     def count_step(self, positions: Collection[int]) -> None:
-        """Count a step of these slices."""
-        if len(positions) == len(self.pieces):
+        """Count the step that was begun last of these slices."""
+        if not self.update.counts:
+            self._note_made(positions)
+        elif len(positions) == len(self.pieces):
             self.steps += 1
         else:
             self.steps[list(positions)] += 1
-        self.stepped.update(positions)
+        if self.update.counts or self.roles or self.shows_masters:
+            self.stepped.update(positions)
         self.forget_values(positions)
+
+    def _note_made(self, positions: Collection[int]) -> None:
+        """Note that the step has made the arrays of these slices, for :meth:`state` to show."""
+        made = self.steps.tolist() if self.roles else ()
+        for position in [position for position in positions if made and not made[position]]:
+            self.steps[position] = 1
+            self._unseen.add(position)
