@@ -26,6 +26,14 @@ SECONDS = 1200 if LONG else 60  # nothing hangs
 KILLS = 520 if LONG else 30
 STOPPED_STEPS = 90 if LONG else 8
 NUMEL = 300_000
+# Classes that are killed while they step, with options that differ from their defaults.
+UPDATES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp32": (zero_opt.CPUAdamW, {}),
+    "8-bit": (zero_opt.CPUAdamW, {"state": zero_opt.AdamState("block8", "split")}),
+    "sgd": (zero_opt.CPUSGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adagrad": (zero_opt.CPUAdagrad, {"initial_accumulator_value": 0.1}),
+    "lion": (zero_opt.CPULion, {"weight_decay": 0.1, "state": zero_opt.AdamState(master="float32")}),
+}
 WAYS = pytest.mark.parametrize("way", [{}, {"delay": 1}, {"speculate": True}], ids=["at once", "delay", "speculate"])
 
 
@@ -38,16 +46,20 @@ def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, in
     return strike
 
 
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("update", [update for update in UPDATES if update != "8-bit"])
 @WAYS
-def test_workers_die_and_stop_in_training(way: dict[str, Any]) -> None:
+def test_workers_die_and_stop_in_training(way: dict[str, Any], update: str) -> None:
     offload = zero_opt.WorkerOffload(**way, hang_timeout=0.3, max_deaths=50)
+    cls, options = UPDATES[update]
+    options = {key: value for key, value in options.items() if key != "state"}
 
     def run(rank: int, world_size: int) -> Any:
         strike = _killer((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-        return train_ranks(rank, world_size, 12, meanwhile=strike, offload=offload)
+        return train_ranks(rank, world_size, 12, meanwhile=strike, cls=cls, offload=offload, **options)
 
     found = run_processes(2, run)
-    assert_as_simulated(found, simulate(2, 12, way.get("delay", 0)))
+    assert_as_simulated(found, simulate(2, 12, way.get("delay", 0), cls=cls, **options))
     assert all(deaths for _, _, deaths in found)
 
 
@@ -65,13 +77,12 @@ def test_workers_are_stopped_between_steps(way: dict[str, Any]) -> None:
     print(f"\nSIGSTOP, {way}: {stops} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
 
 
-def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int, form: zero_opt.AdamState) -> Any:
+def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int, update: str) -> Any:
     """Steps of a few milliseconds, and a thread that kills whatever worker there is at random times."""
-    generator, dtype = torch.Generator().manual_seed(5), torch.bfloat16 if form.master else torch.float32
+    cls, options = UPDATES[update]
+    generator, dtype = torch.Generator().manual_seed(5), torch.bfloat16 if "state" in options else torch.float32
     params = [nn.Parameter(torch.randn(NUMEL, generator=generator).to(dtype)) for _ in range(2)]
-    optimizer = zero_opt.ShardedOptimizer(
-        params, zero_opt.CPUAdamW, offload=offload, reduction=zero_opt.Overlapped(1), state=form
-    )
+    optimizer = zero_opt.ShardedOptimizer(params, cls, offload=offload, reduction=zero_opt.Overlapped(1), **options)
     worker, over = worker_of(optimizer), threading.Event()
 
     def fire() -> None:
@@ -97,13 +108,14 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int, form
     return [param.detach() for param in params], worker.deaths
 
 
-@pytest.mark.parametrize("form", [zero_opt.AdamState(), zero_opt.AdamState("block8", "split")], ids=["fp32", "8-bit"])
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("update", UPDATES)
 @WAYS
-def test_workers_are_killed_at_any_time(way: dict[str, Any], form: zero_opt.AdamState) -> None:
+def test_workers_are_killed_at_any_time(way: dict[str, Any], update: str) -> None:
     offload, begin = zero_opt.WorkerOffload(**way, max_deaths=1000), time.monotonic()
-    calm, fired = (run_processes(2, _train_under_fire, offload, kills, form) for kills in (0, KILLS))
+    calm, fired = (run_processes(2, _train_under_fire, offload, kills, update) for kills in (0, KILLS))
     for (one, _), (other, deaths) in zip(calm, fired, strict=True):
         assert_bitwise(one, other)
         assert deaths > (0.95 * KILLS if LONG else 0)
     kills = [deaths for _, deaths in fired]
-    print(f"\nSIGKILL, {way}, {form.moments}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")
+    print(f"\nSIGKILL, {way}, {update}: {kills} workers by rank, 0 divergences, {time.monotonic() - begin:.0f} s")

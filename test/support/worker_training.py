@@ -39,10 +39,10 @@ def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(values(31, 0, 0, index, shape).to(dtype, copy=True)) for index, shape in enumerate(SHAPES)]
 
 
-def make(params: Any, **options: Any) -> zero_opt.ShardedOptimizer:
+def make(params: Any, cls: Any = torch.optim.AdamW, **options: Any) -> zero_opt.ShardedOptimizer:
     """Over a worker, in small buckets, unless asked otherwise."""
     options = {"offload": NOW, "reduction": OVERLAPPED, "fused": True, **options}
-    return zero_opt.ShardedOptimizer(params, torch.optim.AdamW, **options)
+    return zero_opt.ShardedOptimizer(params, cls, **options)
 
 
 def worker_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
@@ -104,10 +104,17 @@ def train_ranks(
     return seen, state, deaths
 
 
-def simulate(world_size: int, steps: int, delay: int, dtype: torch.dtype = torch.float32) -> Any:
+def simulate(
+    world_size: int,
+    steps: int,
+    delay: int,
+    dtype: torch.dtype = torch.float32,
+    cls: Any = zero_opt.CPUAdamW,
+    **options: Any,
+) -> Any:
     """The same by one plain optimizer that applies, at a step, the gradient and lr of ``delay`` steps before."""
     params = make_params(dtype)
-    optimizer = zero_opt.CPUAdamW(params, state=zero_opt.AdamState(master="float32"))
+    optimizer = cls(params, state=zero_opt.AdamState(master="float32"), **options)
     waiting: list[tuple[list[Tensor | None], float]] = []
     seen = []
     for step in range(steps + delay):

@@ -122,6 +122,27 @@ def test_an_update_lands_a_step_later(world_size: int) -> None:
     assert_as_simulated(run_processes(world_size, run), simulate(world_size, 200, 1))
 
 
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (zero_opt.CPUSGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
+        (zero_opt.CPUAdagrad, {"initial_accumulator_value": 0.1}),
+        (zero_opt.CPULion, {"weight_decay": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_updates_at_once_and_a_step_later(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Gradients depend on where the parameters are, so a result that lands at another time shows."""
+    form = {"state": zero_opt.AdamState(master="float32")}
+    for delay in (0, 1):
+
+        def run(rank: int, world_size: int, delay: int = delay) -> Any:
+            offload = zero_opt.WorkerOffload(delay)
+            return train_ranks(rank, world_size, 9, dtype, cls=cls, offload=offload, **options, **form)
+
+        assert_as_simulated(run_processes(2, run), simulate(2, 9, delay, dtype, cls, **options))
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("reduction", [zero_opt.AtStep(BUCKET_MB), zero_opt.AtStep(exchange="backend")])
 def test_a_step_later_in_other_ways(dtype: torch.dtype, reduction: Any) -> None:
