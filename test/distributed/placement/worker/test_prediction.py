@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -44,10 +45,13 @@ def set_lrs(optimizer: torch.optim.Optimizer, step: int) -> None:
 class Simulation:
     """The same by one plain optimizer over the true parameters, beside those that gradients are taken at."""
 
+    cls: Any = zero_opt.CPUAdamW
+    options: Mapping[str, Any] = {}
+
     def __init__(self, world_size: int, dtype: torch.dtype, form: AdamState, factor: float) -> None:
         self.world_size, self.factor = world_size, factor
         self.params, self.shown = make_params(dtype), make_params(dtype)
-        self.optimizer = zero_opt.CPUAdamW(self.grouped(), state=form)
+        self.optimizer = self.cls(self.grouped(), state=form, **self.options)
         self.waiting: tuple[list[Tensor | None], int] | None = None
 
     def grouped(self) -> list[dict[str, Any]]:
@@ -112,8 +116,9 @@ def _simulated(
     offload: WorkerOffload,
     dtype: torch.dtype = torch.float32,
     form: AdamState = MASTERS,
+    simulated: type[Simulation] = Simulation,
 ) -> Any:
-    simulation = Simulation(world_size, dtype, form, offload.prediction)
+    simulation = simulated(world_size, dtype, form, offload.prediction)
     seen = [simulation.step(step, step >= offload.warmup_steps) for step in range(steps)]
     return [*seen, simulation.flush()], simulation.optimizer.state_dict()["state"]
 
@@ -136,6 +141,39 @@ def test_bits_of_a_plain_optimizer_whose_forwards_are_on_predictions(
         return train_ranks(rank, world_size, 12, dtype, offload=offload)
 
     assert_as_simulated(run_processes(world_size, run), _simulated(world_size, 12, offload, dtype))
+
+
+class SGDSimulation(Simulation):
+    """With Nesterov's momentum, which the first step makes."""
+
+    cls = zero_opt.CPUSGD
+    options: Mapping[str, Any] = {"momentum": 0.9, "nesterov": True}
+
+
+class AdagradSimulation(Simulation):
+    """With steps that get smaller by themselves, too."""
+
+    cls = zero_opt.CPUAdagrad
+    options: Mapping[str, Any] = {"initial_accumulator_value": 0.1, "lr_decay": 0.1}
+
+
+class LionSimulation(Simulation):
+    """With decoupled weight decay."""
+
+    cls = zero_opt.CPULion
+    options: Mapping[str, Any] = {"weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("simulated", [SGDSimulation, AdagradSimulation, LionSimulation])
+def test_predictions_of_other_updates(simulated: type[Simulation], dtype: torch.dtype) -> None:
+    offload = WorkerOffload(delay=1, prediction=1.5)
+
+    def run(rank: int, world_size: int) -> Any:
+        options = {"cls": simulated.cls, "state": MASTERS, **simulated.options}
+        return train_ranks(rank, world_size, 9, dtype, offload=offload, **options)
+
+    assert_as_simulated(run_processes(2, run), _simulated(2, 9, offload, dtype, simulated=simulated))
 
 
 @pytest.mark.parametrize("reduction", [zero_opt.AtStep(), zero_opt.AlreadyReduced()])
