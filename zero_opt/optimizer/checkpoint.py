@@ -15,7 +15,7 @@ from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
 from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
-from .compact_rows import check_entry, is_stored, order_of, plain_entry
+from .compact_rows import check_entry, half_digest, is_stored, order_of, plain_entry
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
 
@@ -23,6 +23,8 @@ from .sharded_optimizer import ShardedOptimizer
 _WITH_STATE = "with_state"
 # Of one that says in which order in memory the elements of each parameter are, of whose blocks there is compact state.
 _ORDERS = "orders"
+# Of one with a digest of each parameter that is half of a split master, of which there is the other half.
+_HALVES = "halves"
 
 
 def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) -> StateDict:
@@ -43,8 +45,9 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
         compact: save what :class:`AdamState` keeps as it is: codes, bases and remainders, 2.06 to 4 bytes per element
             where values in torch's form take 8 or 12. :func:`load_sharded_state_dict` alone reads that, at any world
             size and into any form, and a run in the same form goes on to the bit. Load the model first: its bf16
-            parameters are half of split masters. Parameters that are DTensors need the same on both sides, and 8-bit
-            moments of those that are not cut between whole blocks of 64 elements are saved in torch's form.
+            parameters are half of split masters, and others than were saved are a StateDictError (of DTensors that is
+            not known). Parameters that are DTensors need the same on both sides, and 8-bit moments of those that are
+            not cut between whole blocks of 64 elements are saved in torch's form.
 
     Raises:
         StateDictError: on every rank, if state of one is not tensors, numbers or strings.
@@ -62,6 +65,8 @@ def _state_by_rows(optimizer: ShardedOptimizer, *, compact: bool) -> StateDict:
     state = optimizer._rows(compact=compact)
     known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
     groups, orders = pack_groups(optimizer.param_groups), dict[int, list[int]]()
+    params = _params_as_planned(optimizer)
+    halves = {index: half_digest(entry, params[index]) for index, entry in sorted(state.items())}
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
             like = optimizer._engine.as_planned(index, param)
@@ -74,7 +79,7 @@ def _state_by_rows(optimizer: ShardedOptimizer, *, compact: bool) -> StateDict:
         "state": state,
         "param_groups": groups,
         _WITH_STATE: known,
-        **({_ORDERS: json.dumps(orders)} if compact else {}),
+        **({_ORDERS: json.dumps(orders), _HALVES: json.dumps(halves)} if compact else {}),
     }
 
 
@@ -120,14 +125,15 @@ def _check(optimizer: object) -> None:
 def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateDict:
     """Return the state dict as it was before :func:`sharded_state_dict` added places, its compact entries checked."""
     real = _real_state(state_dict)
-    params, orders = _params_as_planned(optimizer), _orders(state_dict.get(_ORDERS, "{}"))
+    params = _params_as_planned(optimizer)
+    orders, halves = (_by_index(state_dict, key) for key in (_ORDERS, _HALVES))
     for index, entry in real.items():
         if is_stored(entry):
             if not 0 <= index < len(params):
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
             _require_saved(index, entry_of(state_dict["state"], index), entry)
-            check_entry(index, entry, params[index], orders.get(str(index)))
-    apart = (_WITH_STATE, _ORDERS)
+            check_entry(index, entry, params[index], orders.get(str(index)), halves.get(str(index)))
+    apart = (_WITH_STATE, _ORDERS, _HALVES)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}
 
 
@@ -140,11 +146,13 @@ def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]
         )
 
 
-def _orders(text: object) -> Mapping[str, object]:
+def _by_index(state_dict: Mapping[str, Any], key: str) -> Mapping[str, object]:
+    """Return what a JSON text in a sharded state dict says, by the number of the parameter."""
+    text = state_dict.get(key, "{}")
     try:
         return dict(json.loads(str(text)))
     except (TypeError, ValueError) as error:
-        raise StateDictError(f"{_ORDERS!r} of the state dict is not what zero_opt has written: {text!r}") from error
+        raise StateDictError(f"{key!r} of the state dict is not what zero_opt has written: {text!r}") from error
 
 
 def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.agreement import value_digest
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import StateDictError
@@ -39,6 +40,8 @@ from ..sharding.flat_param import element_order, is_dtensor
 from .dtensors.local_parts import cut_like, dtensor_over, local_of, value_of_param
 
 Sized = Mapping[str, tuple[Any, torch.Size]]
+# Elements of a parameter, about, that tell whether it is the one whose other half was saved.
+_DIGESTED = 1024
 _CUT_APART = (
     "compact state is for elements that are not the same on this rank ({}, of a parameter or a part of shape {}); load "
     "what sharded_state_dict() returned, each tensor as it was"
@@ -103,16 +106,27 @@ def order_of(param: Tensor) -> list[int]:
     return list(element_order(param.shape, param.stride()))
 
 
+def half_digest(entry: Mapping[str, Any], param: Tensor) -> str | None:
+    """Return a digest of some elements of a parameter that is half of a split master; ``None`` of others and DTensors.
+
+    Args:
+        entry: its state.
+    """
+    if "remainder" not in entry or is_dtensor(param):
+        return None
+    return value_digest(param.detach().flatten()[:: max(param.numel() // _DIGESTED, 1)])
+
+
 def is_stored(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry of a state dict has state that is no value of torch's."""
     return not entry.keys().isdisjoint(STORED_KEYS)
 
 
-def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: object) -> None:
+def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: object, half: object) -> None:
     """Raise StateDictError for a compact entry that does not fit a parameter.
 
     Args:
-        order: what :func:`order_of` said of the parameter when the entry was saved.
+        order, half: what :func:`order_of` and :func:`half_digest` said of the parameter when the entry was saved.
     """
     wanted, coded = dict[str, tuple[torch.dtype, torch.Size]](), not entry.keys().isdisjoint((*CODES, *BASES))
     twice = [key for key in MOMENTS if coded and key in entry] + ["master"] * {"master", "remainder"}.issubset(entry)
@@ -138,6 +152,11 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
             raise StateDictError(
                 f"state 'remainder' of parameter {index} is half of a split master, whose other half is a parameter in "
                 f"torch.bfloat16, not in {param.dtype}; save it without compact=True"
+            )
+        if half is not None and half_digest(entry, param) not in (None, half):
+            raise StateDictError(
+                f"state 'remainder' of parameter {index} is half of a split master, whose other half is the parameter "
+                "as it was saved, and it has other values: load the model first, or save without compact=True"
             )
     for key, (dtype, shape) in wanted.items():
         value = entry.get(key)

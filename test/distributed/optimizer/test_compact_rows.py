@@ -257,3 +257,28 @@ def _load_tampered(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_tampered_with_is_refused_on_every_rank(world_size: int) -> None:
     run_processes(world_size, _load_tampered)
+
+
+def _load_into_another_model(rank: int, world_size: int, moments: str) -> None:
+    form, saved, params = zero_opt.AdamState(moments, "split"), dict[str, Any](), list[list[nn.Parameter]]()
+    for start in (0.5, 0.25):
+        params.append([nn.Parameter(torch.full((3, 2048), start, dtype=torch.bfloat16)) for _ in range(2)])
+        optimizer = zero_opt.ShardedOptimizer(params[-1], zero_opt.CPUAdamW, lr=0.02, state=form)
+        if not saved:
+            params[0][0].sum().backward()  # the second has no state
+            optimizer.step()
+            saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+    with pytest.raises(zero_opt.StateDictError, match=r"remainder.* of parameter 0 .* load the model first"):
+        zero_opt.load_sharded_state_dict(optimizer, saved)
+    assert not any(optimizer.state.values())
+    with torch.no_grad():
+        for ours, theirs in zip(params[1], params[0], strict=True):
+            ours.copy_(theirs)
+    zero_opt.load_sharded_state_dict(optimizer, saved)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("moments", ["float32", "block8"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(world_size: int, moments: str) -> None:
+    run_processes(world_size, _load_into_another_model, moments)
