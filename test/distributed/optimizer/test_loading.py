@@ -334,3 +334,38 @@ def test_loaded_state_that_has_no_place_is_refused(offload: Any, world_size: int
 def test_loaded_state_that_is_the_users_own_is_kept_beside_the_parameters(offload: Any) -> None:
     for first, _ in run_processes(2, _loads_more, offload, True):
         assert first == ["exp_avg", "exp_avg_sq", "mine", "step"]
+
+
+def _other_class(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """State of NAdam, which has one value more, in AdamW: as a plain AdamW goes on with it, and nothing is dropped."""
+    # Whole vectors: torch's fused kernel steps what is left of one with other bits.
+    params, theirs = ([nn.Parameter(values(3, 0, 0, i, (8, 32)).clone()) for i in range(2)] for _ in range(2))
+    source = torch.optim.NAdam(params, lr=0.5)
+    _fill(params)
+    source.step()
+    saved = source.state_dict()
+    for group in saved["param_groups"]:
+        group["fused"] = True
+    plain = torch.optim.AdamW(theirs, lr=0.5, fused=True)
+    for param, other in zip(params, theirs, strict=True):
+        other.data.copy_(param.data)
+    plain.load_state_dict(copy.deepcopy(saved))
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=zero_opt.AtStep(), **options)
+    optimizer.load_state_dict(saved)
+    for stepped, opt in ((params, optimizer), (theirs, plain)):
+        for _ in range(2):
+            _fill(stepped)
+            opt.step()
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in theirs])
+    optimizer.consolidate_state_dict(to=0)
+    if rank == 0:
+        found = optimizer.state_dict()["state"]
+        assert "mu_product" in found[0]
+        assert_bitwise(found, plain.state_dict()["state"])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "cpu"])
+def test_state_of_another_class_that_fits_goes_on_as_in_the_plain_class(world_size: int, offload: Any) -> None:
+    run_threads(world_size, _other_class, {"offload": offload, "fused": True})
