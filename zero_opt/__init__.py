@@ -39,6 +39,7 @@ from .errors import (
 from .kernels import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 from .optimizer.checkpoint import load_sharded_state_dict, sharded_state_dict
 from .optimizer.ddp_hook import ddp_hook
+from .optimizer.joint_clip import clip_grad_norm_
 from .optimizer.sharded_optimizer import ShardedOptimizer
 from .policies import (
     AdamState,
@@ -112,6 +113,7 @@ __all__ = [  # noqa: RUF022  (sorted as strings)
     "ZeroOptError",
     "ZeroOptWarning",
     "broadcast_params",
+    "clip_grad_norm_",
     "ddp_hook",
     "estimate",
     "load_sharded_state_dict",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as DDPBucket
 
 from ..comm.groups import Group
+from ..reduction.grad_norm import Joint, alone
 from ..state.state_dict import StateDict, StatesByIndex
 
 # What the log says of a step, once.
@@ -78,8 +79,24 @@ class Engine(Protocol):
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         """Take one optimizer step; return what the closure returns."""
 
-    def clip(self, max_norm: object) -> Tensor:
-        """Clip the global L2 norm of the gradients, unless they will be skipped; return the norm before."""
+    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
+        """Clip the global L2 norm of the gradients, unless they will be skipped; return the norm before.
+
+        Args:
+            joint: measures the gradients, with those of other optimizers; called once, before any are scaled.
+        """
+
+    def will_skip(self, nonfinite: tuple[int, int] | None) -> bool:
+        """Return whether a step will leave the gradients out; raise NonFiniteGradient where checks say so.
+
+        Args:
+            nonfinite: as in :class:`Measured`.
+        """
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that share gradients or parameters, in the default process group; none of a rank alone."""
+        return ()
 
     def zero_grad(self) -> None:
         """Drop all gradients that are not in ``p.grad``."""

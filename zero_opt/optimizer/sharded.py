@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as DDPBucket
 from torch._compile import _disable_dynamo
+from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Join
 
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
@@ -44,7 +45,17 @@ from ..errors import (
 from ..layout import mask_of, mask_of_flags
 from ..policies import AlreadyReduced, DDPHook
 from ..reduction import DDPHookReduction, GradShard, OwnRounds
-from ..reduction.grad_norm import Measured, all_finite, check_max_norm, clip_factor, measure, norm_dtype
+from ..reduction.grad_norm import (
+    Joint,
+    Measured,
+    Share,
+    all_finite,
+    alone,
+    check_max_norm,
+    clip_factor,
+    norm_dtype,
+    share_of,
+)
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..sharding.late_params import await_others
@@ -238,7 +249,7 @@ class ShardedEngine(BetweenSteps):
         measured = cache(partial(self._measured, shards, limit or 0.0))  # collective, once, and only if asked for
         grad_scale = agreed.grad_scale * self.reduction.step_factor
         tell_scaler(self._user, overflows=agreed.overflows)
-        skips = not agreed.overflows and skips_step(self._config.checks, measured, self._describe)
+        skips = not agreed.overflows and skips_step(self._config.checks, lambda: measured().nonfinite, self._describe)
         if agreed.overflows or skips:  # the window goes on; zero_grad() voids its gradients
             self.skips, self.join_notified = self.skips + skips, False
             return
@@ -320,7 +331,7 @@ class ShardedEngine(BetweenSteps):
         if failure is not None:
             raise failure
 
-    def clip(self, max_norm: object) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
         error = None
         limit = 0.0  # the ranks are told that this call clips, also where what was given is no norm
         try:  # all ranks raise the error of one
@@ -329,20 +340,27 @@ class ShardedEngine(BetweenSteps):
             error = refused
         with self._of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(limit, error=error)
-            return self._clip(shards, limit)
+            return self._clip(shards, limit, joint)
 
-    def _clip(self, shards: Sequence[GradShard], max_norm: float) -> Tensor:
+    def _clip(self, shards: Sequence[GradShard], max_norm: float, joint: Joint = alone) -> Tensor:
         """Clip reduced gradients, unless they will be skipped; return the norm before. Collective."""
-        measured = self._measured(shards, max_norm)
-        norm = measured.norm * self.reduction.step_factor
-        if not skips_step(self._config.checks, lambda: measured, self._describe):
+        measured = self._measured(shards, max_norm, self.reduction.step_factor, joint)
+        norm = measured.norm
+        if not self.will_skip(measured.nonfinite):
             widened = any(map(self._config.widens, self.partition.buckets))
             # Gradients that the step widens are scaled after that, so that they are not rounded twice.
-            scale = self.reduction.scale_in_step if widened else self.reduction.scale
             factor = clip_factor(norm, max_norm)
+            scale = self.reduction.scale_in_step if widened and factor.isfinite() else self.reduction.scale
             scale(factor)
             self.parts.figures.note_clip(norm, float(factor))
         return norm
+
+    def will_skip(self, nonfinite: tuple[int, int] | None) -> bool:
+        return skips_step(self._config.checks, lambda: nonfinite, self._describe)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return () if self.group.parent is None else tuple(get_process_group_ranks(self.group.parent))
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
@@ -352,12 +370,16 @@ class ShardedEngine(BetweenSteps):
             self.reduction.scale(inv_scale)
             return self.agreement.any(not finite)
 
-    def _measured(self, shards: Sequence[GradShard], limit: float) -> Measured:
+    def _measured(
+        self, shards: Sequence[GradShard], limit: float, factor: float = 1.0, joint: Joint = alone
+    ) -> Measured:
+        """Return what the reduced gradients, multiplied by ``factor``, and those that join them are. Collective."""
         with Phase("norm"):
-            return self.measure(shards, limit)
+            share = self.share(shards, limit)
+            return joint(share._replace(square=share.square * factor * factor))
 
-    def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:  # noqa: ARG002  (ranks have compared it)
-        """Return the global L2 norm of the reduced gradients, and whether they are finite. Collective.
+    def share(self, shards: Sequence[GradShard], limit: float) -> Share:  # noqa: ARG002  (ranks have compared it)
+        """Return what the reduced gradients add to a norm.
 
         Args:
             limit: what the norm will be clipped to; 0 if it will not.
@@ -365,7 +387,7 @@ class ShardedEngine(BetweenSteps):
         params = [piece.param for shard in shards for piece in shard.slices]
         known = [sums for shard in shards for sums in self.partition.buckets[shard.bucket].squares()]
         dtype = norm_dtype(bucket.params[0].param for bucket in self.partition.buckets)
-        return measure([grad for shard in shards for grad in shard.grads], params, self._groups.control, known, dtype)
+        return share_of([grad for shard in shards for grad in shard.grads], params, self._groups.control, known, dtype)
 
     @property
     def unscales(self) -> bool:

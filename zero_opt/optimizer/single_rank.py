@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer
 from ..kernels.adam_state import code_key
 from ..placement.compact_state import is_compact
-from ..reduction.grad_norm import Measured, check_max_norm, measure
+from ..reduction.grad_norm import Joint, Share, alone, check_max_norm, norm_dtype, share_of
 from ..reduction.nonfinite import skips_step
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure, require_real_if_fused
@@ -126,11 +125,12 @@ class SingleRank(Engine):
         def prepared() -> Any:
             if closure is not None:
                 losses.append(closure())
-            params = self._params
-            if self._skips_step(params):
+            params, limit = self._params, self._config.max_grad_norm
+            share = self._share(params, limit or 0.0)
+            if self.will_skip(share.nonfinite):
                 raise _NotTaken
-            if self._config.max_grad_norm is not None:
-                self._scale(params, self._config.max_grad_norm)
+            if limit is not None:
+                self._scale(params, limit, alone(share).norm)
             return losses[-1]
 
         try:
@@ -142,28 +142,34 @@ class SingleRank(Engine):
             self.skips += 1
             return losses[-1]
 
-    def clip(self, max_norm: object) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params
-        if self._skips_step(params):
-            return self._norm(params)
-        return self._scale(params, limit)
+        measured = joint(self._share(params, limit))
+        if not self.will_skip(measured.nonfinite):
+            self._scale(params, limit, measured.norm)
+        return measured.norm
 
-    def _skips_step(self, params: Sequence[Tensor]) -> bool:
-        return skips_step(self._config.checks, partial(self._measured, params), self._describe)
+    def will_skip(self, nonfinite: tuple[int, int] | None) -> bool:
+        return skips_step(self._config.checks, lambda: nonfinite, self._describe)
 
     def _describe(self, index: int) -> str:
         return param_name(self.wrapped.param_groups, index)
 
-    def _measured(self, params: Sequence[Tensor]) -> Measured:
-        return measure([param.grad for param in params], range(len(params)), None)
+    def _share(self, params: Sequence[Tensor], limit: float) -> Share:  # noqa: ARG002  (no rank has another)
+        """Return what the gradients add to a norm.
 
-    def _norm(self, params: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        Args:
+            limit: what the norm will be clipped to; 0 if it will not.
+        """
+        grads = [param.grad for param in params]
+        looked = grads if self._config.checks.nonfinite != "ignore" else [None] * len(params)
+        share = share_of(looked, range(len(params)), None, dtype=norm_dtype(params))
+        return share._replace(grads=[grad for grad in grads if grad is not None])
 
-    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    def _scale(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
     def take_bucket(self, bucket: GradBucket) -> None:  # noqa: ARG002  (of the protocol)
         """Leave DistributedDataParallel's bucket as it is, on a rank alone."""

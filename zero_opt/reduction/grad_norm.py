@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,12 +115,66 @@ class Measured(NamedTuple):
     norm: Tensor
     nonfinite: tuple[int, int] | None
 
+
+class Share(NamedTuple):
+    """What one optimizer adds to a norm.
+
+    Attributes:
+        square: sum of squares, in fp64: of this rank's part of the gradients if there is a group, else of all ranks'.
+            Not read if there are ``grads``.
+        nonfinite: (rank, param) as in :class:`Measured`, likewise.
+        dtype: see :func:`norm_dtype`.
+        group: the ranks that have the other parts.
+        grads: all gradients, where torch's own function measures them.
+    """
+
+    square: float
+    nonfinite: tuple[int, int] | None
+    dtype: torch.dtype
+    group: Group | None = None
+    grads: Sequence[Tensor] | None = None
+
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[int, float, float]], dtype: torch.dtype = torch.float32) -> Measured:
+    def from_rows(cls, rows: Sequence[tuple[int, float, float]], dtype: torch.dtype) -> Share:
         """Combine (rank, sum of squares, first non-finite parameter or -1) of ranks, in one order everywhere."""
-        total = sum(square for _, square, _ in rows)
+        nonfinite = next(((rank, int(param)) for rank, _, param in rows if param >= 0), None)
+        return cls(sum(square for _, square, _ in rows), nonfinite, dtype)
+
+
+# Returns what all optimizers' gradients are together, given what one adds; see :func:`joint_norm`.
+Joint = Callable[[Share], Measured]
+
+
+def joint_norm(shares: Sequence[Share]) -> list[Measured]:
+    """Return for each share the norm over all, and what is not finite in its own. The same bits on every rank.
+
+    One message, of two numbers per share that has a group. Collective over the groups, which have the same ranks.
+    """
+    whole = _gathered(shares)
+    if all(share.grads is not None for share in whole):
+        norm = torch.nn.utils.get_total_norm([grad for share in whole for grad in share.grads or ()])
+    else:
+        total = sum(share.square if share.grads is None else square_sum(share.grads) for share in whole)
+        dtype = torch.float64 if any(share.dtype is torch.float64 for share in whole) else torch.float32
         norm = torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=dtype, device="cpu")
-        return cls(norm, next(((rank, int(param)) for rank, _, param in rows if param >= 0), None))
+    return [Measured(norm, share.nonfinite) for share in whole]
+
+
+def _gathered(shares: Sequence[Share]) -> list[Share]:
+    """Return the shares with what all ranks have."""
+    cut = [share for share in shares if share.group is not None]
+    if not cut:
+        return list(shares)
+    mine = [(share.square, -1 if share.nonfinite is None else share.nonfinite[1]) for share in cut]
+    assert cut[0].group is not None
+    by_rank = [told.tolist() for told in cut[0].group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))]
+    rows = iter([[(rank, *told[at]) for rank, told in enumerate(by_rank)] for at in range(len(cut))])
+    return [share if share.group is None else Share.from_rows(next(rows), share.dtype) for share in shares]
+
+
+def alone(share: Share) -> Measured:
+    """Measure the gradients of one optimizer by themselves. Collective over its group."""
+    return joint_norm([share])[0]
 
 
 def norm_dtype(params: Iterable[Tensor]) -> torch.dtype:
@@ -129,14 +183,14 @@ def norm_dtype(params: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def measure(
+def share_of(
     grads: Sequence[Tensor | None],
     params: Sequence[int],
     group: Group | None,
     known: Sequence[Tensor | None] = (),
     dtype: torch.dtype = torch.float32,
-) -> Measured:
-    """Norm, and whether all is finite, in one read and one message of two numbers. Collective if a group is given.
+) -> Share:
+    """Return what gradients add to a norm, in one read.
 
     The norm is accumulated in fp64 in rank order and rounded once, so it differs from
     ``torch.nn.utils.get_total_norm`` by at most the latter's own fp32 rounding.
@@ -144,23 +198,20 @@ def measure(
     Args:
         grads: this rank's part of the gradient; no element is on two ranks.
         params: what the gradients belong to, by global index.
+        group: the ranks that have the other parts; ``None``: there are none.
         known: nothing, or per gradient what :func:`grad_squares` would find first, or ``None``.
         dtype: see :func:`norm_dtype`.
     """
-    rows = look(grads, params, group, known)
-    return Measured.from_rows([(rank, *row) for rank, row in enumerate(rows)], dtype)
+    square, nonfinite = look(grads, params, known)
+    return Share.from_rows([(0, square, nonfinite)], dtype)._replace(group=group)
 
 
 def look(
-    grads: Sequence[Tensor | None],
-    params: Sequence[int],
-    group: Group | None,
-    known: Sequence[Tensor | None] = (),
-) -> list[tuple[float, float]]:
-    """Per rank the sum of squares, and the first parameter that is not finite, or -1; see :func:`measure`."""
+    grads: Sequence[Tensor | None], params: Sequence[int], known: Sequence[Tensor | None] = ()
+) -> tuple[float, int]:
+    """Return the sum of squares, and the first parameter that is not finite, or -1; see :func:`share_of`."""
     square = square_sum(grads, known)
-    mine = torch.tensor([square, _first_nonfinite(grads, params, square)], dtype=torch.float64, device="cpu")
-    return [tuple(row.tolist()) for row in ([mine] if group is None else group.all_gather(mine))]
+    return square, _first_nonfinite(grads, params, square)
 
 
 def _first_nonfinite(grads: Sequence[Tensor | None], params: Sequence[int], square: float) -> int:

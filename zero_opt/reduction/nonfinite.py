@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from ..errors import NonFiniteGradient
 from ..policies import Checks
-from .grad_norm import Measured
 
 
-def skips_step(checks: Checks, measure: Callable[[], Measured], describe: Callable[[int], str]) -> bool:
+def skips_step(checks: Checks, first: Callable[[], tuple[int, int] | None], describe: Callable[[int], str]) -> bool:
     """Whether ``checks`` has this step left out. The same on every rank.
 
     Args:
-        measure: looks at the gradients of all ranks; not called with ``nonfinite="ignore"``. Collective.
+        first: returns the first rank with a non-finite element, and its first parameter with one, as
+            :class:`~.grad_norm.Measured` has them; not called with ``nonfinite="ignore"``. May be collective.
         describe: names a parameter, given its global index.
 
     Raises:
@@ -21,7 +21,7 @@ def skips_step(checks: Checks, measure: Callable[[], Measured], describe: Callab
     """
     if checks.nonfinite == "ignore":
         return False
-    nonfinite = measure().nonfinite
+    nonfinite = first()
     if nonfinite is not None and checks.nonfinite == "raise":
         rank, param = nonfinite
         raise NonFiniteGradient(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.errors import ConfigError, ConfigTypeError
-from zero_opt.reduction.grad_norm import all_finite, check_max_norm, clip_factor, measure, square_sum
+from zero_opt.reduction.grad_norm import all_finite, alone, check_max_norm, clip_factor, share_of, square_sum
 
 UNIT_64 = 2.0**-53
 UNIT_32 = 2.0**-24
@@ -23,7 +23,7 @@ def exact_square_sum(grads: list[Tensor]) -> float:
 
 
 def norm_of(grads: list[Tensor] | list[Tensor | None]) -> Tensor:
-    return measure(grads, range(len(grads)), None).norm
+    return alone(share_of(grads, range(len(grads)), None)).norm
 
 
 def random_grads(seed: int, count: int, size: int, spread: int) -> list[Tensor]:
@@ -74,16 +74,16 @@ def test_non_finite_gradients_show(bad: float) -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_the_first_parameter_with_a_non_finite_element_is_named(dtype: torch.dtype, bad: float) -> None:
     grads: list[Tensor | None] = [None, *(torch.ones(70_000, dtype=dtype) for _ in range(3))]
-    assert measure(grads, [4, 5, 6, 7], None).nonfinite is None
+    assert share_of(grads, [4, 5, 6, 7], None).nonfinite is None
     for index in (3, 2):
         grad = grads[index]
         assert grad is not None
         grad[-1] = bad
-        assert measure(grads, [4, 5, 6, 7], None).nonfinite == (0, 4 + index)
+        assert share_of(grads, [4, 5, 6, 7], None).nonfinite == (0, 4 + index)
 
 
 def test_what_is_finite_but_too_large_to_square_is_not_named() -> None:
-    assert measure([torch.full((3,), 1e200, dtype=torch.float64)], [0], None).nonfinite is None
+    assert share_of([torch.full((3,), 1e200, dtype=torch.float64)], [0], None).nonfinite is None
 
 
 def test_fp64_gradients_too_large_to_square_are_infinite_and_no_error() -> None:

@@ -14,7 +14,7 @@ from ...errors import ZeroOptError
 from ...placement.compact_state import is_compact
 from ...policies import AlreadyReduced, Overlapped
 from ...reduction import GradShard, ReductionPolicy, bucket_mb_of
-from ...reduction.grad_norm import Measured, clip_factor
+from ...reduction.grad_norm import Joint, Share, alone, clip_factor
 from ...state.state_dict import StateDict, StatesByIndex
 from ..compact_rows import stored_parts
 from ..config import Config
@@ -50,23 +50,22 @@ class DTensorSingleRank(SingleRank):
         self._mesh.forget()
         return super().step(closure, options)
 
-    def _measured(self, params: Sequence[Tensor], limit: float = 0.0) -> Measured:
-        return self._mesh.measure(params, [local_grad(param) for param in params], limit)
+    def _share(self, params: Sequence[Tensor], limit: float) -> Share:
+        return self._mesh.norm_share(params, [local_grad(param) for param in params], limit)
 
-    def _norm(self, params: Sequence[Tensor]) -> Tensor:
-        return self._measured(params).norm
-
-    def _scale(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
-        norm = self._measured(params, max_norm).norm
+    def _scale(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
         factor = clip_factor(norm, max_norm)
         for grad in map(local_grad, params):
             if grad is not None:
                 grad.mul_(factor.to(grad.device))
-        return norm
 
-    def clip(self, max_norm: object) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
         with self._mesh.during("clip_grad_norm_()"):
-            return super().clip(max_norm)
+            return super().clip(max_norm, joint)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._mesh.largest.ranks)
 
     def consolidate(self, to: int) -> None:
         wrapped = self._current()
@@ -85,7 +84,7 @@ class DTensorSingleRank(SingleRank):
 class DTensorEngine(ShardedEngine):
     """The sharded engine over this rank's parts as plain parameters of a rank alone.
 
-    Its user gives and sees DTensors. Collective, over the parameters' meshes, are :meth:`measure`,
+    Its user gives and sees DTensors. Collective, over the parameters' meshes, are :meth:`share`,
     :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
     """
 
@@ -131,9 +130,13 @@ class DTensorEngine(ShardedEngine):
         finally:
             self._view.note_writes()
 
-    def clip(self, max_norm: object) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
         with self._mesh.during("clip_grad_norm_()"):
-            return super().clip(max_norm)
+            return super().clip(max_norm, joint)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._mesh.largest.ranks)
 
     def flush(self) -> None:
         if self.placement.pending:
@@ -144,7 +147,7 @@ class DTensorEngine(ShardedEngine):
         finally:
             self._view.note_writes()
 
-    def measure(self, shards: Sequence[GradShard], limit: float) -> Measured:
+    def share(self, shards: Sequence[GradShard], limit: float) -> Share:
         params = self.parts.params
         grads: list[Tensor | None] = [None] * len(params)
         known: list[Tensor | None] = [None] * len(params)
@@ -152,7 +155,7 @@ class DTensorEngine(ShardedEngine):
             squares = self.partition.buckets[shard.bucket].squares()
             for piece, grad, sums in zip(shard.slices, shard.grads, squares, strict=True):
                 grads[piece.param], known[piece.param] = grad, sums
-        return self._mesh.measure([self._view.param_of(plain) for plain in params], grads, limit, known)
+        return self._mesh.norm_share([self._view.param_of(plain) for plain in params], grads, limit, known)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

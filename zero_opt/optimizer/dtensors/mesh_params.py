@@ -31,7 +31,7 @@ from ...errors import (
 from ...kernels.table import NATIVE_CLASSES
 from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
-from ...reduction.grad_norm import Measured, look, norm_dtype
+from ...reduction.grad_norm import Share, look, norm_dtype
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
@@ -107,14 +107,14 @@ class MeshParams:
         told = {"max_grad_norm": config.max_grad_norm, "checks.nonfinite": config.checks.nonfinite}
         self._compare("ShardedOptimizer()", told)
 
-    def measure(
+    def norm_share(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         limit: float,
         known: Sequence[Tensor | None] = (),
-    ) -> Measured:
-        """Return the global norm and whether gradients are finite, the same bits on every rank. Collective.
+    ) -> Share:
+        """Return what all ranks' gradients add to a norm, the same bits on every rank. Collective.
 
         Args:
             params: all parameters, by global index. grads: this rank's parts of their gradients. A part that several
@@ -129,19 +129,19 @@ class MeshParams:
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows, limits = list[tuple[int, float, float]](), dict[int, float]()
         if any(grad is not None for grad in plain):
-            rows.append((0, *look(plain, range(len(params)), None, known)[0]))
+            rows.append((0, *look(plain, range(len(params)), known)))
         for mesh, group in self._groups.items():
             counted = [
                 grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
                 for param, grad in zip(params, grads, strict=True)
             ]
-            mine = (*look(counted, range(len(params)), None, known)[0], limit)
+            mine = (*look(counted, range(len(params)), known), limit)
             told = group.all_gather_bytes(_ROW.pack(*mine), self.call)
             for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
                 limits[rank] = its_limit
         _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
-        return Measured.from_rows(rows, norm_dtype(params))
+        return Share.from_rows(rows, norm_dtype(params))
 
     # -- state --------------------------------------------------------------------------------------------------------
 
