@@ -1,13 +1,14 @@
 """Processor time of a Muon step: 12 matrices of 512 x 2048 over 4 ranks, beside ranks that step every matrix.
 
-    python docs/benchmarks/muon.py [--rounds 3] [--write docs/benchmarks/results/]
+    python docs/benchmarks/muon.py [--rounds 3] [--shape 512 2048] [--write docs/benchmarks/results/]
 
 Forked gloo ranks, one thread each, step the same matrices in turn: sharded by ``ShardedOptimizer``, and by a plain
 ``torch.optim.Muon``, as every rank does under DDP. Of that rank 0's time stands for all, since the other ranks would
 only do the same; they wait. All ranks have the same gradients, whose mean has their bits. The time is that of the
 processor in ``step()``, all threads of a rank together, so that it means the same on a machine with fewer cores than
 ranks; the exchange of updated matrices is in it. Of each rank the median over rounds counts. At the end all parameters
-must have the bits of the plain optimizer's.
+must have the bits of the plain optimizer's. Where the processor has no instructions for bf16, torch takes many seconds
+per matrix of this size; ``--shape 128 512`` then ends in a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import nn
 import zero_opt
 
 WORLD_SIZE = 4
-MATRICES, SHAPE = 12, (512, 2048)
+MATRICES = 12
 WARMUP = 1
 SHARDED, EVERY = "zero_opt", "every rank steps every matrix"
 # The most that the busiest rank takes beside the mean, and a step beside one of every matrix.
@@ -39,10 +40,10 @@ MOST_BESIDE_MEAN, MOST_BESIDE_EVERY = 1.10, 0.35
 Times = dict[str, list[float]]
 
 
-def matrices() -> list[nn.Parameter]:
+def matrices(shape: Sequence[int]) -> list[nn.Parameter]:
     """The same values on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(SHAPE, generator=generator) / SHAPE[1] ** 0.5) for _ in range(MATRICES)]
+    return [nn.Parameter(torch.randn(*shape, generator=generator) / shape[1] ** 0.5) for _ in range(MATRICES)]
 
 
 def step_seconds(params: list[nn.Parameter], optimizer: Any, turn: int) -> float:
@@ -51,7 +52,7 @@ def step_seconds(params: list[nn.Parameter], optimizer: Any, turn: int) -> float
         dist.barrier()
         return 0.0
     generator = torch.Generator().manual_seed(1 + turn)
-    torch.autograd.backward(params, [torch.randn(SHAPE, generator=generator) for _ in params])
+    torch.autograd.backward(params, [torch.randn(param.shape, generator=generator) for param in params])
     dist.barrier()
     begin = time.process_time()
     optimizer.step()
@@ -60,11 +61,11 @@ def step_seconds(params: list[nn.Parameter], optimizer: Any, turn: int) -> float
     return seconds
 
 
-def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
+def rank_main(rank: int, store: str, shape: Sequence[int], rounds: int, answer: Any) -> None:
     """One rank: sends its times, the figures of its last step, and whether the bits are the same."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
-    plain, params = matrices(), matrices()
+    plain, params = matrices(shape), matrices(shape)
     sharded = zero_opt.ShardedOptimizer(params, torch.optim.Muon, lr=0.02)
     made = {SHARDED: (params, sharded), EVERY: (plain, None if rank else torch.optim.Muon(plain, lr=0.02))}
     times: Times = {name: [] for name in made}
@@ -82,13 +83,15 @@ def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
     dist.destroy_process_group()
 
 
-def run(rank_program: Callable[..., None], rounds: int) -> list[tuple[int, Times, dict[str, float], bool]]:
+def run(
+    rank_program: Callable[..., None], shape: Sequence[int], rounds: int
+) -> list[tuple[int, Times, dict[str, float], bool]]:
     """Fork fresh ranks; return what each sends, in rank order."""
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=rank_program, args=(rank, f"{folder}/store", rounds, answer))
+            context.Process(target=rank_program, args=(rank, f"{folder}/store", shape, rounds, answer))
             for rank in range(WORLD_SIZE)
         ]
         for process in ranks:
@@ -125,13 +128,15 @@ def main() -> int:
     """Measure, print, and write if asked to; 0 if all is within bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", type=int, nargs=2, default=(512, 2048), help="of each matrix")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     lines = [f"### A Muon step, {today()}", "", f"`{command('docs/benchmarks/muon.py')}`", ""]
     before = load()
-    table, good = report(run(rank_main, arguments.rounds))
+    table, good = report(run(rank_main, arguments.shape, arguments.rounds))
     lines += [
-        f"{machine()}; {before}. {WORLD_SIZE} ranks, one thread each, {MATRICES} matrices of {SHAPE[0]} x {SHAPE[1]}, "
+        f"{machine()}; {before}. {WORLD_SIZE} ranks, one thread each, {MATRICES} matrices of "
+        f"{arguments.shape[0]} x {arguments.shape[1]}, "
         f"{arguments.rounds} rounds; processor time of `step()`.",
         "",
         *table,
