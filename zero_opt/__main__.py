@@ -158,7 +158,7 @@ def _print_plan(given: argparse.Namespace) -> None:
     sizes = given.device_memory, given.host_memory, given.disk
     machines = Machines(given.device, given.world, per_host, *sizes)
     if not machines.on_host and not given.device_memory:
-        raise ConfigError(f"--device-memory of a {given.device} is needed, such as 80GB; or --device cpu")
+        raise ConfigError(f"--device {given.device} needs --device-memory, such as 80GB; or take --device cpu")
     choices = plan(given.numel, machines)
     print(json.dumps(as_json(choices), indent=2) if given.json else as_table(choices, machines))
     if given.plot:

@@ -178,7 +178,7 @@ def _code(placed: _Placed, form: _Form, *, fsdp: bool) -> str:
         "model.parameters()",
         "torch.optim.AdamW" if plain else "zero_opt.CPUAdamW",
         "lr=lr",
-        "" if placed.offload or not plain else "fused=True",
+        "fused=True" if plain else "",
         masters,
         own,
         f"offload=zero_opt.{placed.code or placed.name}" if placed.offload else "",
@@ -216,9 +216,11 @@ def _estimated(
     numel: float, ranks: int, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool
 ) -> dict[str, Counter[str]]:
     plain, options = form.state == AdamState(), dict[str, Any]()
-    if not plain:
+    if plain:
+        options["fused"] = True
+    else:
         options["state"] = _state(form, fsdp=fsdp)
-    elif not fsdp:
+    if plain and not fsdp:
         options["precision"] = MixedPrecision(torch.float32)
     found = estimate(
         numel,

@@ -12,6 +12,7 @@ import torch
 import zero_opt
 from zero_opt.__main__ import main
 from zero_opt.errors import ConfigError
+from zero_opt.placement.native_rules import say_fused
 from zero_opt.tools import plan as planning
 from zero_opt.tools.plan import Choice, Machines, plan
 
@@ -124,6 +125,12 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_line_logs_nothing(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    say_fused.cache_clear()
+    _run(capsys, "1M", "--device", "cpu", "--host-memory", "1GB", "--disk", "1GB")
+    assert not caplog.records
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = _run(capsys, "7B", "--device-memory", "1GB", "--host-memory", "1GB")
     assert text.rstrip().endswith("Nothing fits: take more ranks, or a smaller model.")
@@ -132,7 +139,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["7B", "--host-memory", "1GB"], "--device-memory of a cuda is needed"),
+        (["7B", "--host-memory", "1GB"], "--device cuda needs --device-memory"),
         (["0", "--device", "cpu", "--host-memory", "1GB"], "must be positive"),
         (["7B", "--device", "cpu", "--host-memory", "1GB", "--world", "0"], "world_size must be at least 1"),
     ],
