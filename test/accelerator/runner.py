@@ -17,8 +17,11 @@ from test.support.device_cases.cases import CASES
 from test.support.device_cases.places import Place
 from test.support.device_cases.training import Case, run
 from test.support.harness import bitwise_difference, run_processes
+from zero_opt.placement.in_process import placement
 
 DEVICE = "sim"
+# Elements that a device steps by one call, in this process: one bucket or a few, of all of a case's.
+TOGETHER_NUMEL = 400
 BACKEND = "cpu:gloo,sim:simcomm"
 # At most, in microseconds, before a kernel of a default stream, of another stream, and of a communicator.
 DELAYS = ((0, 100, 300), (100, 0, 0), (0, 300, 0), (100, 100, 100))
@@ -110,6 +113,7 @@ def _any_rank(place: Place, mine: bool) -> bool:
 def run_cases(rank: int, world_size: int, plan: Plan) -> dict[str, list[str]]:
     """Run a plan on this rank; return what is wrong by case."""
     enable()
+    placement._TOGETHER_NUMEL = TOGETHER_NUMEL
     cpu, *devices = places(rank, world_size)
     wrong: dict[str, list[str]] = {}
     for name in plan.names:

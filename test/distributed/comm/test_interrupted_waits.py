@@ -149,7 +149,7 @@ def _begins(group: Group, begin: Callable[[], Any], *given: Any) -> None:
 # What the signal falls into; only :func:`_begins` is in a wait.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "report sent": (ShardedEngine, "_accept_edits", _strike),
-    "norm": (ShardedEngine, "measure", _strike),
+    "norm": (ShardedEngine, "share", _strike),
     "gather": (ParamGather, "begin", _strike),
     "bucket": (ParamGather, "start", _strike),
     "begin": (Group, "_run", _begins),

@@ -157,7 +157,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             if self._apart and len(together) == 1:
                 for work in works:
                     self._fetch_and_step(work, grad_scale)
-            else:
+            elif works or not self._apart:
                 for work in works:
                     work.unit.fetch(work.grads)
                 self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
