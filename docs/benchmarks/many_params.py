@@ -12,10 +12,8 @@ alone, of a model of which each parameter is a param group of its own, with its 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.forked import forked
 from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -190,29 +189,10 @@ def grouped(rank: int, store: str, case: tuple[int, int], rounds: int, answer: A
     dist.destroy_process_group()
 
 
-def run(
-    rank_program: Callable[..., None], case: tuple[int, int], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Fork fresh ranks; returns seconds of steps, and of calls about the state."""
-    context = multiprocessing.get_context("fork")
-    answer = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_program, args=(rank, f"{folder}/store", case, rounds, answer))
-            for rank in range(WORLD_SIZE)
-        ]
-        for process in ranks:
-            process.start()
-        found: tuple[dict[str, list[float]], dict[str, list[float]]] = answer.get()
-        for process in ranks:
-            process.join()
-    return found
-
-
 def section(case: tuple[int, int], rounds: int) -> list[str]:
     """The tables of one case."""
     count, numel = case
-    steps, states = run(measured, case, rounds)
+    [(steps, states)] = forked(measured, WORLD_SIZE, case, rounds, answers=1)
     lines = [f"**{count:,} parameters of {numel:,} elements**", ""]
     lines += ["| system | step, ms | overhead per parameter, us |", "| --- | ---: | ---: |"]
     for name, values in steps.items():
@@ -226,7 +206,7 @@ def section(case: tuple[int, int], rounds: int) -> list[str]:
 def groups_section(rounds: int) -> list[str]:
     """The table of param groups."""
     count, numel = GROUPS
-    times, _ = run(grouped, GROUPS, rounds)
+    [(times, _)] = forked(grouped, WORLD_SIZE, GROUPS, rounds, answers=1)
     lines = [f"**{count:,} param groups of one parameter of {numel:,} elements**", ""]
     lines += ["| system | `step()`, ms | beside the model alone |", "| --- | ---: | ---: |"]
     for name, values in times.items():

@@ -14,17 +14,16 @@ per matrix of this size; ``--shape 128 512`` then ends in a minute.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.forked import forked
 from support.machine import command, load, machine, spread, today, write_result
 from torch import nn
 
@@ -83,25 +82,6 @@ def rank_main(rank: int, store: str, shape: Sequence[int], rounds: int, answer: 
     dist.destroy_process_group()
 
 
-def run(
-    rank_program: Callable[..., None], shape: Sequence[int], rounds: int
-) -> list[tuple[int, Times, dict[str, float], bool]]:
-    """Fork fresh ranks; return what each sends, in rank order."""
-    context = multiprocessing.get_context("fork")
-    answer = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_program, args=(rank, f"{folder}/store", shape, rounds, answer))
-            for rank in range(WORLD_SIZE)
-        ]
-        for process in ranks:
-            process.start()
-        found = sorted(answer.get() for _ in ranks)
-        for process in ranks:
-            process.join()
-    return found
-
-
 def report(found: list[tuple[int, Times, dict[str, float], bool]]) -> tuple[list[str], bool]:
     """Return the lines of the result, and whether it is within its bounds."""
     lines = ["| | processor time, s |", "| --- | ---: |"]
@@ -133,7 +113,7 @@ def main() -> int:
     arguments = parser.parse_args()
     lines = [f"### A Muon step, {today()}", "", f"`{command('docs/benchmarks/muon.py')}`", ""]
     before = load()
-    table, good = report(run(rank_main, arguments.shape, arguments.rounds))
+    table, good = report(sorted(forked(rank_main, WORLD_SIZE, arguments.shape, arguments.rounds, answers=WORLD_SIZE)))
     lines += [
         f"{machine()}; {before}. {WORLD_SIZE} ranks, one thread each, {MATRICES} matrices of "
         f"{arguments.shape[0]} x {arguments.shape[1]}, "

@@ -9,14 +9,14 @@ for comparison.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 
 import text_ranks
 import torch
-from text_data import load_corpus, random_batch, scoring_windows
+from text_data import load_corpus, random_batch
 from text_model import GPT, ModelSize, parameter_groups
+from text_training import add_training_arguments, held_out_bits_per_byte, learning_rate_factor
 from torch import Tensor
 
 import zero_opt
@@ -25,16 +25,8 @@ import zero_opt
 def parse_arguments() -> argparse.Namespace:
     """What can be chosen on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = ModelSize()
     parser.add_argument("--optimizers", choices=("muon+adamw", "adamw"), default="muon+adamw")
-    parser.add_argument("--steps", type=int, default=230)
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--layers", type=int, default=size.layers)
-    parser.add_argument("--heads", type=int, default=size.heads)
-    parser.add_argument("--context", type=int, default=size.context, help="bytes the model sees at once")
-    parser.add_argument("--batch", type=int, default=16, help="windows per rank and step")
-    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate, of both")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add_training_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--score", type=int, default=sys.maxsize, help="bytes of the held-out text that are scored")
     return parser.parse_args()
@@ -56,12 +48,6 @@ def build_optimizers(model: GPT, arguments: argparse.Namespace) -> list[zero_opt
     return optimizers
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Up over the first twentieth, then down a cosine to a tenth."""
-    warm_up = min(1.0, (step + 1) / max(1, steps // 20))
-    return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
-
-
 def train(
     model: GPT, optimizers: Sequence[zero_opt.ShardedOptimizer], text: Tensor, arguments: argparse.Namespace
 ) -> Tensor:
@@ -81,18 +67,6 @@ def train(
             schedule.step()
             optimizer.zero_grad()
     return norm
-
-
-@torch.no_grad()
-def held_out_bits_per_byte(model: GPT, text: Tensor, rank: int, world_size: int) -> float:
-    """Over every byte of a text but the first, each rank scoring its part of the windows."""
-    nats = scored = 0.0
-    for index, (tokens, targets) in enumerate(scoring_windows(text, model.size.context, batch=32)):
-        if index % world_size == rank:
-            nats += model.loss(tokens, targets, reduction="sum").item()
-            scored += int((targets >= 0).sum())
-    nats, scored = text_ranks.add_up([nats, scored])
-    return nats / scored / math.log(2)
 
 
 def main() -> int:

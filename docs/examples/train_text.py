@@ -21,9 +21,10 @@ from pathlib import Path
 import text_ranks
 import torch
 from resume_text import compare_next_step, run_at_world_size, save_checkpoint
-from text_data import Corpus, bigram_bits_per_byte, bigram_entropy, load_corpus, random_batch, scoring_windows
+from text_data import Corpus, bigram_bits_per_byte, bigram_entropy, load_corpus, random_batch
 from text_model import GPT, ModelSize, parameter_groups
 from text_report import History, Memory, MemoryScan, draw_loss_curve, memory_table
+from text_training import add_training_arguments, held_out_bits_per_byte, learning_rate_factor
 from tqdm import tqdm
 
 import zero_opt
@@ -51,26 +52,12 @@ class Run:
 def parse_arguments() -> argparse.Namespace:
     """What can be chosen on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = ModelSize()
-    parser.add_argument("--steps", type=int, default=230)
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--layers", type=int, default=size.layers)
-    parser.add_argument("--heads", type=int, default=size.heads)
-    parser.add_argument("--context", type=int, default=size.context, help="bytes the model sees at once")
-    parser.add_argument("--batch", type=int, default=16, help="windows per rank and step")
-    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add_training_arguments(parser)
     parser.add_argument(
         "--bucket-mb", type=float, default=0.5, help="the library's default would hold all of this small model"
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the checkpoint and the picture")
     return parser.parse_args()
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Up over the first twentieth, then down a cosine to a tenth."""
-    warm_up = min(1.0, (step + 1) / max(1, steps // 20))
-    return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 def train(run: Run, scan: MemoryScan) -> tuple[History, Memory]:
@@ -96,22 +83,11 @@ def train(run: Run, scan: MemoryScan) -> tuple[History, Memory]:
         run.optimizer.zero_grad()
         history.train_bits.append(loss.item() / math.log(2))
         if step % max(1, steps // 4) == 0 or step == steps:
-            history.held_out_bits[step] = held_out_bits_per_byte(run)
+            history.held_out_bits[step] = held_out_bits_per_byte(
+                run.model, run.corpus.held_out, run.rank, run.world_size
+            )
         bar.set_postfix(bits_per_byte=f"{history.train_bits[-1]:.3f}")
     return history, memory
-
-
-@torch.no_grad()
-def held_out_bits_per_byte(run: Run) -> float:
-    """Over every byte of the held-out text but the first, each rank scoring its part of the windows."""
-    nats = scored = 0.0
-    windows = scoring_windows(run.corpus.held_out, run.model.size.context, batch=32)
-    for index, (tokens, targets) in enumerate(windows):
-        if index % run.world_size == run.rank:
-            nats += run.model.loss(tokens, targets, reduction="sum").item()
-            scored += int((targets >= 0).sum())
-    nats, scored = text_ranks.add_up([nats, scored])
-    return nats / scored / math.log(2)
 
 
 def build_run(arguments: argparse.Namespace, corpus: Corpus) -> Run:
