@@ -50,7 +50,6 @@ class Partition:
         self.buckets: list[GradBucket] = []
         self.places: dict[int, tuple[int, int]] = {}
         self.streams: dict[torch.device, Streams] = {}
-        self._costs: dict[int, float] = {}  # of the step of each planned parameter, where they are whole
         self._known_edits: list[int] = []  # as of the last accept_edits(), by parameter in the order of ``flats``
         self._moved: set[int] = set()
         self._params: list[Tensor] = []  # of ``flats``
@@ -60,7 +59,8 @@ class Partition:
         """Plan more parameters, given as (global index, param group, parameter). Return the new buckets.
 
         Args:
-            costs: what the step of each parameter costs, by global index; not read unless parameters are whole.
+            costs: what the step of each parameter costs, of those planned before too, by global index; not read unless
+                parameters are whole.
         """
         flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, _ in params}
@@ -87,7 +87,6 @@ class Partition:
         for bucket in added:
             for index in bucket.layout.params:
                 del self.flats[index], self.places[index]
-                self._costs.pop(index, None)
         del self._known_edits[len(self.flats) :]
         self._note_params()
 
@@ -99,19 +98,17 @@ class Partition:
         bucket_bytes, first = self._bucket_mb * 2**20, len(self.buckets)
         if not self.whole:
             return plan_flat(specs, self.world_size, bucket_bytes, first, mixed=self._mixed)
+        loads = self._loads(costs)
         costs = {index: costs[index] for index in specs}
-        loads = [math.fsum(shares) for shares in self._shares()]
-        layouts = plan_whole_params(specs, self.world_size, bucket_bytes, first, loads, costs=costs, mixed=self._mixed)
-        self._costs.update(costs)
-        return layouts
+        return plan_whole_params(specs, self.world_size, bucket_bytes, first, loads, costs=costs, mixed=self._mixed)
 
-    def _shares(self) -> list[list[float]]:
-        """Return what the steps of the parameters that each rank owns cost, by rank; parameters are whole."""
+    def _loads(self, costs: Mapping[int, float]) -> list[float]:
+        """Return what the steps of the parameters that each rank owns cost together; parameters are whole."""
         shares: list[list[float]] = [[] for _ in range(self.world_size)]
         for bucket in self.buckets:
             for position, index in enumerate(bucket.layout.params):
-                shares[bucket.layout.owner(position)].append(self._costs[index])
-        return shares
+                shares[bucket.layout.owner(position)].append(costs[index])
+        return [math.fsum(share) for share in shares]
 
     def owned(self) -> list[ParamSlice]:
         """Return this rank's slices, bucket by bucket."""

@@ -217,11 +217,9 @@ def _estimated(
 ) -> dict[str, Counter[str]]:
     plain, options = form.state == AdamState(), dict[str, Any]()
     if plain:
-        options["fused"] = True
+        options |= {"fused": True} if fsdp else {"fused": True, "precision": MixedPrecision(torch.float32)}
     else:
         options["state"] = _state(form, fsdp=fsdp)
-    if plain and not fsdp:
-        options["precision"] = MixedPrecision(torch.float32)
     found = estimate(
         numel,
         ranks,

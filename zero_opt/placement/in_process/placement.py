@@ -157,7 +157,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             if self._apart and len(together) == 1:
                 for work in works:
                     self._fetch_and_step(work, grad_scale)
-            elif works or not self._apart:
+            else:
                 for work in works:
                     work.unit.fetch(work.grads)
                 self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
@@ -350,20 +350,21 @@ class DevicePlacement(SlicePlacement[Unit]):
 
 
 def _portions(grads: Sequence[GradShard]) -> Iterator[Sequence[GradShard]]:
-    """Cut shards into runs that are stepped together: each alone in host memory, several on an accelerator.
+    """Cut shards into runs that are stepped together: several on an accelerator, each alone in host memory.
 
-    The class's call for a bucket takes the host longer than it takes an accelerator to step 25 MB.
+    The class's call for a bucket takes the host longer than it takes an accelerator to step 25 MB. Alone is, too, of
+    which this rank has nothing to step.
     """
     portion, numel = list[GradShard](), 0
     for shard in grads:
         own = [grad for grad in shard.grads if grad is not None]
-        in_host = any(is_host(grad.device) for grad in own)
-        if in_host and portion:
+        alone = all(is_host(grad.device) for grad in own)
+        if alone and portion:
             yield portion
             portion, numel = [], 0
         portion.append(shard)
         numel += sum(grad.numel() for grad in own)
-        if in_host or numel >= _TOGETHER_NUMEL:
+        if alone or numel >= _TOGETHER_NUMEL:
             yield portion
             portion, numel = [], 0
     if portion:
