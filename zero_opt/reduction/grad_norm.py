@@ -63,6 +63,15 @@ def _to_host(scalars: Sequence[Tensor]) -> list[Any]:
     return values
 
 
+def _norms(values: Iterable[Tensor]) -> list[Tensor]:
+    """Return the norms of tensors on accelerators, in fp64, in any order."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in values:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    # Of tensors alike, CUDA makes one pass that accumulates in fp64. One by one, each would be copied as fp64 first.
+    return [norm for same in alike.values() for norm in torch._foreach_norm(same, 2, torch.float64)]
+
+
 def _finite(grads: Iterable[Tensor]) -> list[bool]:
     """Return of each gradient whether all its elements are finite."""
     return _to_host([torch.isfinite(_values(grad.detach())).all() for grad in grads])
@@ -98,7 +107,7 @@ def square_sum(grads: Sequence[Tensor | None], known: Sequence[Tensor | None] = 
         # In one call: of many small ones, calls are the cost.
         total = grad_squares(*zip(*native, strict=True)).total if native else 0.0
         squares = (square for values in others for square in _squares(values))
-        norms = _to_host([torch.linalg.vector_norm(values, dtype=torch.float64) for values in elsewhere])
+        norms = _to_host(_norms(elsewhere))
         return math.fsum([total, *squares, *(norm * norm for norm in norms)])
     except OverflowError:  # finite squares whose sum is not
         return math.inf

@@ -31,7 +31,7 @@ from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
 from ..compact_state import form_of
 from .placement import DevicePlacement, Work
-from .units import DeviceUnits, Mastered, SliceGrads, Unit, on_device
+from .units import DeviceUnits, Mastered, Rounding, SliceGrads, Unit, on_device
 
 _MIB = 2**20
 # Every run of a slice begins at a multiple of this.
@@ -190,9 +190,10 @@ class InHost(Mastered):
     def target(self, position: int) -> Tensor:
         return self._results[position]
 
-    def round(self, positions: Sequence[int]) -> None:
-        if self.stepped is not self._results:
-            torch._foreach_copy_([self._results[at] for at in positions], [self.stepped[at] for at in positions])
+    def to_round(self, positions: Sequence[int]) -> Rounding:
+        if self.stepped is self._results:
+            return (), ()
+        return (), [(self._results[at], self.stepped[at]) for at in positions]
 
     def send(self, positions: Sequence[int]) -> None:
         """Enqueue copies of results to parameters; the current stream waits for them, the processor does not."""

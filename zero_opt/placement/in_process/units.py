@@ -13,7 +13,7 @@ from torch import Tensor
 from ...kernels.adam_state import HALVES, prefer_huge_pages
 from ...policies import AdamState
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import OwnWrites
+from ...sharding.flat_param import FlatParam, OwnWrites
 from ...system.extension import native_available
 from ..compact_state import PlainForm, form_of, is_compact, stored_form
 from ..interface import ParamState
@@ -22,13 +22,15 @@ from ..masters import MasterShard, slices_of
 SliceGrads = Sequence[tuple[int, Tensor]]
 # Live states of an optimizer, by what it steps.
 StatesByTensor = MutableMapping[Tensor, dict[str, Any]]
+# The parameters that are written to, and what is copied: pairs of target and source.
+Rounding = tuple[Sequence[FlatParam], Sequence[tuple[Tensor, Tensor]]]
 
 
 class Unit(MasterShard):
     """Slices of one bucket that are stepped together, named by their position among those given.
 
     In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
-    :meth:`target`; a class steps ``stepped``, and :meth:`round` follows. :meth:`send` comes last.
+    :meth:`target`; a class steps ``stepped``, and what :meth:`to_round` gives is copied. :meth:`send` comes last.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket.
@@ -80,9 +82,9 @@ class Unit(MasterShard):
         """Where the native kernel writes the new parameter, of the shape and strides of what is stepped."""
         return self._targets[position]
 
-    def round(self, positions: Sequence[int]) -> None:
-        """Bring what a class has stepped to :meth:`target`."""
-        self.write_params(positions)
+    def to_round(self, positions: Sequence[int]) -> Rounding:
+        """Return what brings the values that a class has stepped to :meth:`target`."""
+        return [self.flats[position] for position in positions], self.copies(positions)
 
     def send(self, positions: Sequence[int]) -> None:
         """Bring :meth:`target` to the parameters."""
@@ -149,8 +151,9 @@ class InPlace(Unit):
     def repoint(self, position: int) -> None:
         self.stepped[position].data = self.part(position)
 
-    def round(self, positions: Sequence[int]) -> None:
-        """Do nothing: what is stepped is the target."""
+    def to_round(self, positions: Sequence[int]) -> Rounding:  # noqa: ARG002
+        """Return nothing: what is stepped is the target."""
+        return (), ()
 
 
 class Mastered(Unit):
