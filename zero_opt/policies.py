@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
-from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .errors import ConfigConflict, ConfigError, ConfigTypeError, quoted
+from .field_checks import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_folder,
+    check_integer,
+    check_model,
+    check_not_negative,
+    check_number,
+    check_positive,
+    check_seconds,
+    check_threads,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,94 +28,6 @@ EXCHANGES = ("auto", "backend")
 NONFINITE = ("ignore", "raise", "skip")
 MOMENT_FORMS = ("float32", "bfloat16", "block8")
 MASTERS = (None, "float32", "split")
-# The most threads that may step. A typo could otherwise use up all the threads that the system grants.
-_THREADS_LIMIT = 1024
-# Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
-_LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
-
-
-def waited_for(seconds: float) -> float:
-    """Cut a timeout of the user's or torch's, in seconds, to the longest that can be waited: 24.8 days."""
-    return min(seconds, _LONGEST_WAIT_S)
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{name} must be a number, got {quoted(value)}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    check_number(name, value)
-    if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
-        raise ConfigError(f"{name} must be positive and finite, got {quoted(value)}")
-
-
-def _check_not_negative(name: str, value: Any) -> None:
-    check_number(name, value)
-    if not 0 <= value <= sys.float_info.max:
-        raise ConfigError(f"{name} must be finite and not negative, got {quoted(value)}")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    _check_positive(name, value)
-    if value < _LEAST_WAIT_S:
-        raise ConfigError(f"{name} is in seconds and must be at least {_LEAST_WAIT_S}, got {quoted(value)}")
-
-
-def check_integer(name: str, value: object, least: int = 1, most: float = inf) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is an integer from ``least`` to ``most``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigTypeError(f"{name} must be an integer, got {quoted(value)}")
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {quoted(value)}")
-    if value > most:
-        raise ConfigError(f"{name} must be at most {most}, got {quoted(value)}")
-
-
-def _check_threads(owner: str, value: object) -> None:
-    if value is not None:
-        check_integer(f"{owner}.threads", value, most=_THREADS_LIMIT)
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise ConfigTypeError(f"{name} must be True or False, got {quoted(value)}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {choices}, got {quoted(value)}")
-
-
-def check_dtype(name: str, value: Any) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is ``None`` or a dtype of 16 or more bits."""
-    if value is None:
-        return
-    kind = type(value)
-    if (kind.__module__, kind.__qualname__) != ("torch", "dtype"):  # this floor does not import torch
-        raise ConfigTypeError(f"{name} must be a torch.dtype, got {quoted(value)}")
-    if not (value.is_floating_point and value.itemsize >= 2):
-        raise ConfigError(f"{name} must be floating-point, of 16 bits or more, got {quoted(value)}")
-
-
-def _check_folder(name: str, value: object) -> None:
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigTypeError(f"{name} must be a directory's path, got {quoted(value)}")
-    try:
-        encoded = os.fsencode(value)
-    except UnicodeEncodeError:
-        encoded = b""
-    if not encoded or b"\0" in encoded:
-        raise ConfigError(f"{name} must be a directory's path, got {quoted(value)}")
-
-
-def _check_model(owner: str, value: object) -> None:
-    if value is not None and (isinstance(value, type) or not hasattr(value, "named_modules")):
-        raise ConfigTypeError(
-            f"{owner}.overlap_param_gather must be the torch.nn.Module being trained, got {quoted(value)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -134,9 +57,9 @@ class Reduction:
     def __post_init__(self) -> None:
         owner = type(self).__name__
         if self.bucket_mb is not None:
-            _check_positive(f"{owner}.bucket_mb", self.bucket_mb)
-        _check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
-        _check_model(owner, self.overlap_param_gather)
+            check_positive(f"{owner}.bucket_mb", self.bucket_mb)
+        check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
+        check_model(owner, self.overlap_param_gather)
 
 
 @dataclass(frozen=True)
@@ -178,8 +101,8 @@ class AlreadyReduced:
     bucket_mb: ClassVar[float | None] = Reduction.bucket_mb
 
     def __post_init__(self) -> None:
-        _check_choice("AlreadyReduced.exchange", self.exchange, EXCHANGES)
-        _check_model("AlreadyReduced", self.overlap_param_gather)
+        check_choice("AlreadyReduced.exchange", self.exchange, EXCHANGES)
+        check_model("AlreadyReduced", self.overlap_param_gather)
 
 
 @dataclass(frozen=True)
@@ -292,12 +215,12 @@ class WorkerOffload:
                 "end it, the first ends it a step later; nothing is left to be hidden, so use one of the two"
             )
         check_integer("WorkerOffload.warmup_steps", self.warmup_steps, 0)
-        _check_not_negative("WorkerOffload.prediction", self.prediction)
+        check_not_negative("WorkerOffload.prediction", self.prediction)
         self._check_late_fields()
-        _check_threads("WorkerOffload", self.threads)
+        check_threads("WorkerOffload", self.threads)
         if self.cores is not None:
             self._check_cores(self.cores)
-        _check_seconds("WorkerOffload.hang_timeout", self.hang_timeout)
+        check_seconds("WorkerOffload.hang_timeout", self.hang_timeout)
         check_integer("WorkerOffload.max_deaths", self.max_deaths)
 
     def _check_late_fields(self) -> None:
@@ -352,10 +275,10 @@ class NVMeOffload:
 
     def __post_init__(self) -> None:
         _check_selective_field("NVMeOffload", self.selective)
-        _check_folder("NVMeOffload.path", self.path)
-        _check_positive("NVMeOffload.window_mb", self.window_mb)
-        _check_threads("NVMeOffload", self.threads)
-        _check_seconds("NVMeOffload.hang_timeout", self.hang_timeout)
+        check_folder("NVMeOffload.path", self.path)
+        check_positive("NVMeOffload.window_mb", self.window_mb)
+        check_threads("NVMeOffload", self.threads)
+        check_seconds("NVMeOffload.hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -387,11 +310,11 @@ class CPUOffload:
     def __post_init__(self) -> None:
         _check_selective_field("CPUOffload", self.selective)
         check_flag("CPUOffload.pin_memory", self.pin_memory)
-        _check_positive("CPUOffload.ratio", self.ratio)
+        check_positive("CPUOffload.ratio", self.ratio)
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
-        _check_positive("CPUOffload.subgroup_mb", self.subgroup_mb)
-        _check_threads("CPUOffload", self.threads)
+        check_positive("CPUOffload.subgroup_mb", self.subgroup_mb)
+        check_threads("CPUOffload", self.threads)
 
 
 @dataclass(frozen=True)
@@ -465,10 +388,10 @@ class Checks:
     hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        _check_choice("Checks.nonfinite", self.nonfinite, NONFINITE)
+        check_choice("Checks.nonfinite", self.nonfinite, NONFINITE)
         if self.timeout is not None:
-            _check_seconds("Checks.timeout", self.timeout)
-        _check_seconds("Checks.hang_timeout", self.hang_timeout)
+            check_seconds("Checks.timeout", self.timeout)
+        check_seconds("Checks.hang_timeout", self.hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -492,5 +415,5 @@ class AdamState:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("AdamState.moments", self.moments, MOMENT_FORMS)
-        _check_choice("AdamState.master", self.master, MASTERS)
+        check_choice("AdamState.moments", self.moments, MOMENT_FORMS)
+        check_choice("AdamState.master", self.master, MASTERS)

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, quoted
-from ..policies import Checks, waited_for
+from ..field_checks import waited_for
+from ..policies import Checks
 from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
 from .connecting import Connecting

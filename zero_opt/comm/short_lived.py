@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 import torch.distributed as dist
 
 from ..errors import PeerLost, PeerSilent, ZeroOptError
-from ..policies import Checks, waited_for
+from ..field_checks import waited_for
+from ..policies import Checks
 from .backend_errors import first_line, timed_out
 from .connecting import Connecting, made_by_all
 from .departures import Departure, How

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError, ZeroOptWarning
-from ..policies import AdamState, check_flag
+from ..field_checks import check_flag
+from ..policies import AdamState
 from ..system.extension import require_native
 from ..system.inference_mode import outside_inference_mode, version_of
 from .adam_state import (

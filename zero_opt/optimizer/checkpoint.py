@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigTypeError, StateDictError
+from ..field_checks import check_flag
 from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
-from ..policies import check_flag
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, half_digest, is_stored, order_of, plain_entry
 from .loading import entry_of, places

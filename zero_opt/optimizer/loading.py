@@ -11,12 +11,12 @@ from torch import Tensor
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group
 from ..errors import ConfigConflict, StateDictError, UnsupportedOptimizer
+from ..field_checks import check_flag
 from ..kernels.adam_state import HALVES, SQUARES, require_squares
 from ..kernels.native_optimizer import NativeOptimizer
 from ..kernels.table import NATIVE_CLASSES
 from ..placement.compact_state import is_compact
 from ..placement.native_rules import ADAM_CLASSES
-from ..policies import check_flag
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..errors import ConfigError, quoted
+from ..field_checks import check_number
 from ..kernels import grad_squares
 from ..kernels.strides import is_dense
-from ..policies import check_number
 from ..system.extension import native_available
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

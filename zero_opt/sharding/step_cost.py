@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError, ConfigTypeError, quoted
-from ..policies import check_number
+from ..field_checks import check_number
 from .wrapped_class import check_wrapped_class, in_short
 
 StepCost = Callable[[torch.Size], float]

@@ -32,9 +32,10 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
+from ..field_checks import check_integer
 from ..kernels import CPUAdamW
 from ..optimizer.sharded_optimizer import ShardedOptimizer
-from ..policies import AdamState, AtStep, CPUOffload, NVMeOffload, Overlapped, WorkerOffload, check_integer
+from ..policies import AdamState, AtStep, CPUOffload, NVMeOffload, Overlapped, WorkerOffload
 from ..system.devices import HOST, is_host
 from ..system.extension import native_available
 from .drawing import file_pyplot

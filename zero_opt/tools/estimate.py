@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..comm.groups import check_rank
 from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
+from ..field_checks import check_dtype, check_integer
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
 from ..placement import Offload
-from ..policies import AdamState, Checks, MixedPrecision, Overlapped, check_dtype, check_integer
+from ..policies import AdamState, Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy, bucket_mb_of
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure

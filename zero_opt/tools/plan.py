@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
+from ..field_checks import check_integer
 from ..kernels import CPUAdamW
 from ..placement import Offload
-from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload, check_integer
+from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..system.devices import is_host
 from .drawing import file_pyplot
 from .estimate import PLACES, estimate

@@ -32,7 +32,8 @@ from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
 from ...comm.transfers import Transfer
 from ...comm.waits_beside import SubmittedCall
-from ...policies import Checks, waited_for
+from ...field_checks import waited_for
+from ...policies import Checks
 from ...system.background_thread import SerialThread
 
 # Whom a message waits for, as long as nothing is known of the ranks.

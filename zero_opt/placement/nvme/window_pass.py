@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StorageFailed
-from ...policies import waited_for
+from ...field_checks import waited_for
 from ...system.background_thread import SerialThread
 from ...system.interrupts import uninterrupted
 from ...system.phases import Phase
