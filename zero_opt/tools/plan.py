@@ -27,6 +27,7 @@ from .estimate import PLACES, estimate
 
 _GB_PER_S = {"device": 1500.0, "host": 100.0, "nvme": 3.0}
 _LINK_GB_PER_S = 25.0
+_IN_PLACE = {"device": "on the device", "host": "in host memory", "nvme": "on the disk"}
 # Memory grows evenly with the elements of a rank from here on; larger numbers are read off two smaller ones.
 _FEW, _MORE = 400_000_000, 800_000_000
 # Of more ranks each has what it would have of fewer, of a smaller model, but for the parameters.
@@ -273,7 +274,17 @@ def as_table(choices: Sequence[Choice], machines: Machines) -> str:
     if any(choice.params == "FSDP2" for choice in fitting):
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
     lines += [f"{number}. {choice.code}" for number, choice in enumerate(fitting, 1)]
-    return "\n".join(lines if fitting else [*lines, "Nothing fits: take more ranks, or a smaller model."])
+    return "\n".join(lines if fitting else [*lines, _nearest(choices)])
+
+
+def _nearest(choices: Sequence[Choice]) -> str:
+    """Say which choice lacks least, and where, if none fits."""
+    choice = min(choices, key=lambda choice: sum(choice.lacks.values()))
+    missing = " and ".join(f"{nbytes / 1e9:,.2f} GB {_IN_PLACE[place]}" for place, nbytes in choice.lacks.items())
+    return (
+        f"Nothing fits. Least is missing for offload {choice.offload}, {choice.says}, parameters {choice.params}: "
+        f"{missing}. Take more ranks, more memory there, or a smaller model."
+    )
 
 
 def _gb(nbytes: float) -> str:

@@ -131,9 +131,18 @@ def test_the_command_line_logs_nothing(capsys: pytest.CaptureFixture[str], caplo
     assert not caplog.records
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    text = _run(capsys, "7B", "--device-memory", "1GB", "--host-memory", "1GB")
-    assert text.rstrip().endswith("Nothing fits: take more ranks, or a smaller model.")
+@pytest.mark.parametrize(
+    ("memory", "place", "words"), [((40, 20, 0), "host", "in host memory"), ((1, 1, 999), "device", "on the device")]
+)
+def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int, int], place: str, words: str) -> None:
+    options = zip(("--device-memory", "--host-memory", "--disk"), memory, strict=True)
+    given = ["7B", *(part for option, size in options if size for part in (option, f"{size}GB"))]
+    choices = json.loads(_run(capsys, *given, "--json"))
+    nearest = min(choices, key=lambda choice: sum(choice["lacks"].values()))
+    assert list(nearest["lacks"]) == [place]
+    said = _run(capsys, *given).splitlines()[-1]
+    assert said.startswith(f"Nothing fits. Least is missing for offload {nearest['offload']}, {nearest['says']}, ")
+    assert f": {nearest['lacks'][place] / 1e9:,.2f} GB {words}. Take more ranks" in said
 
 
 @pytest.mark.parametrize(
