@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,8 @@ class _Missing:
         self._why = why
 
     def __getattr__(self, name: str) -> NoReturn:
+        if isinstance(self._why, NativeUnavailable):  # it says what to do
+            raise NativeUnavailable(str(self._why)) from self._why
         raise NativeUnavailable(
             f"the native extension zero_opt._native is not usable here ({self._why}); it is compiled when zero_opt is "
             "installed from source with a C++17 compiler, or use torch.optim.Adam/AdamW(fused=True)"
@@ -32,8 +35,8 @@ class _Missing:
 def _loaded() -> Any:
     """Return the extension.
 
-    Raises ImportError if there is none, NativeUnavailable if it was built for other sources, and RuntimeError if
-    ZERO_OPT_ISA names kernels that are not there.
+    Raises ImportError if there is none, and NativeUnavailable if it was built for other sources, or if ZERO_OPT_ISA
+    names kernels that are not there.
     """
     module: Any = importlib.import_module("zero_opt._native")
     with suppress(OSError):  # an installation without stubs, as a frozen program: nothing to compare with
@@ -43,7 +46,10 @@ def _loaded() -> Any:
                 f"{module.__file__} is stale: it was built for another version of zero_opt; remove build/ and build it "
                 "again with what installed zero_opt, as `pip install --editable .`, or `make setup` in its repository"
             )
-    module.isa()
+    isa = os.environ.get("ZERO_OPT_ISA")
+    if isa and isa not in module.isas():
+        usable = ", ".join(module.isas())
+        raise NativeUnavailable(f"ZERO_OPT_ISA is {isa!r}; unset it or use one of {usable}, which this processor runs")
     return module
 
 
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
 else:
     try:
         native = _loaded()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, NativeUnavailable) as error:
         native = _Missing(error)
 
 

@@ -233,6 +233,8 @@ def _tried(name: str, attempt: Callable[[], None], yes: str, no: str, advice: st
         attempt()
     except AttributeError:
         return Finding(OFF, name, f"{no} (not on {sys.platform})", advice)
+    except NativeUnavailable:  # what is said of native says why
+        return Finding(OFF, name, no, advice)
     except (ZeroOptError, OSError, ImportError) as error:
         return Finding(OFF, name, f"{no} ({error})", advice)
     return Finding(OK, name, yes)

@@ -58,3 +58,25 @@ zero_opt.CPUAdam([torch.ones(4)])
 
 def test_without_the_stub_the_extension_is_used() -> None:
     subprocess.run([sys.executable, "-c", NO_STUB], check=True, timeout=120)
+
+
+ISA = """
+import os, sys
+os.environ["ZERO_OPT_ISA"] = sys.argv[1]
+import torch, zero_opt
+from zero_opt.__main__ import main
+
+try:
+    zero_opt.CPUAdam([torch.ones(4)])
+except zero_opt.NativeUnavailable as error:
+    print(error)
+assert main(["doctor"]) == 0
+"""
+
+
+@pytest.mark.parametrize("isa", ["v9", "V3"])
+def test_an_instruction_set_that_is_none_is_named_and_by_the_doctor_once(isa: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ISA, isa], check=True, timeout=120, capture_output=True, text=True)
+    said, *report = done.stdout.splitlines()
+    assert said.startswith(f"ZERO_OPT_ISA is {isa!r}; unset it or use one of {', '.join(native.isas())}, ")
+    assert [line.strip() for line in report if "ZERO_OPT_ISA" in line] == [f"-> {said}"]
