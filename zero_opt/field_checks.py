@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
+from dataclasses import fields
 from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import ConfigError, ConfigTypeError, quoted
@@ -18,6 +21,24 @@ _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
 def waited_for(seconds: float) -> float:
     """Cut a timeout of the user's or torch's, in seconds, to the longest that can be waited: 24.8 days."""
     return min(seconds, _LONGEST_WAIT_S)
+
+
+def plain_number(value: Any) -> Any:
+    """Return Python's own number for another real one, such as numpy's, which may wrap around; all else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Integral):
+        return operator.index(value)
+    try:
+        return float(value) if isinstance(value, Real) else value
+    except OverflowError:  # of a fraction
+        return inf if value > 0 else -inf
+
+
+def keep_plain_numbers(policy: Any) -> None:
+    """Put Python's own numbers in the place of others in the fields of a frozen dataclass, before they are checked."""
+    for each in fields(policy):
+        object.__setattr__(policy, each.name, plain_number(getattr(policy, each.name)))
 
 
 def check_number(name: str, value: object) -> None:

@@ -19,6 +19,8 @@ from .field_checks import (
     check_positive,
     check_seconds,
     check_threads,
+    keep_plain_numbers,
+    plain_number,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Reduction:
     overlap_param_gather: torch.nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         owner = type(self).__name__
         if self.bucket_mb is not None:
             check_positive(f"{owner}.bucket_mb", self.bucket_mb)
@@ -132,6 +135,7 @@ class Selective:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         check_number("Selective.topk_ratio", self.topk_ratio)
         if not 0 <= self.topk_ratio <= 1:
             raise ConfigError(f"Selective.topk_ratio must be from 0 to 1, got {quoted(self.topk_ratio)}")
@@ -204,6 +208,7 @@ class WorkerOffload:
     prediction: float = 0.0
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         _check_selective_field("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
             raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
@@ -236,11 +241,12 @@ class WorkerOffload:
     def _check_cores(self, cores: object) -> None:
         if not isinstance(cores, (tuple, list, range)):
             raise ConfigTypeError(f"WorkerOffload.cores must be a tuple of core numbers, got {quoted(cores)}")
+        cores = tuple(map(plain_number, cores))
         for core in cores:
             check_integer("WorkerOffload.cores", core, 0)
         if not cores or len(set(cores)) != len(cores):
             raise ConfigError(f"WorkerOffload.cores must name at least one core, each once, got {quoted(cores)}")
-        object.__setattr__(self, "cores", tuple(cores))
+        object.__setattr__(self, "cores", cores)
 
     @property
     def steps_in_background(self) -> bool:
@@ -274,6 +280,7 @@ class NVMeOffload:
     selective: Selective | None = None
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         _check_selective_field("NVMeOffload", self.selective)
         check_folder("NVMeOffload.path", self.path)
         check_positive("NVMeOffload.window_mb", self.window_mb)
@@ -308,6 +315,7 @@ class CPUOffload:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         _check_selective_field("CPUOffload", self.selective)
         check_flag("CPUOffload.pin_memory", self.pin_memory)
         check_positive("CPUOffload.ratio", self.ratio)
@@ -388,6 +396,7 @@ class Checks:
     hang_timeout: float = 30.0
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         check_choice("Checks.nonfinite", self.nonfinite, NONFINITE)
         if self.timeout is not None:
             check_seconds("Checks.timeout", self.timeout)

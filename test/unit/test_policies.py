@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from zero_opt import (
     MixedPrecision,
     NVMeOffload,
     Overlapped,
+    Selective,
     WorkerOffload,
 )
 
@@ -41,6 +43,22 @@ def test_a_policy_is_a_frozen_value(policy: type[Any]) -> None:
     assert repr(made) == repr(policy()), "ranks compare policies by their repr"
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, dataclasses.fields(made)[0].name, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (lambda: Overlapped(bucket_mb=np.int8(100)), Overlapped(bucket_mb=100)),
+        (lambda: AtStep(bucket_mb=np.float32(0.25)), AtStep(bucket_mb=0.25)),
+        (lambda: CPUOffload(ratio=np.float64(0.5), threads=np.int64(2)), CPUOffload(ratio=0.5, threads=2)),
+        (lambda: WorkerOffload(delay=np.int32(1), cores=(np.int64(0),)), WorkerOffload(delay=1, cores=(0,))),
+        (lambda: NVMeOffload(".", window_mb=np.int16(64)), NVMeOffload(".", window_mb=64)),
+        (lambda: Selective(topk_ratio=np.float32(0.5)), Selective(topk_ratio=0.5)),
+        (lambda: Checks(timeout=np.float32(4)), Checks(timeout=4.0)),
+    ],
+)
+def test_numpys_numbers_are_kept_as_pythons_own(given: Callable[[], Any], plain: Any) -> None:
+    assert repr(given()) == repr(plain), "ranks compare policies by their repr"
 
 
 @pytest.mark.parametrize("policy", [*ALL, NVMeOffload])

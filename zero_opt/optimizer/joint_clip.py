@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError
-from ..reduction.grad_norm import Joint, Measured, Share, joint_norm
+from ..reduction.grad_norm import Joint, Measured, Share, check_only_norm, joint_norm
 from ..sharding.wrapped_class import in_short
 from .one_call import one_call
 from .sharded_optimizer import ShardedOptimizer
 
 
 @torch.no_grad()
-def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float) -> Tensor:
+def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *others: Any, **options: Any) -> Tensor:
     """Clip the gradients of several optimizers by the L2 norm over all of them, as if they were one optimizer's.
 
     Call it between backward and the optimizers' steps. Collective: every rank of their group calls it with the same
@@ -28,19 +28,20 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float) -> 
 
     Args:
         optimizers: of the same ranks, with the same ``Checks(nonfinite=...)``. max_norm: the largest norm that is left
-            as it is.
+            as it is. Other arguments, as torch's function has, are refused.
 
     Returns:
         The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same bits on every rank.
         On a rank alone, where every class steps by itself, that of ``torch.nn.utils.clip_grad_norm_``.
 
     Raises:
-        ConfigTypeError, ConfigError: no sequence of ShardedOptimizers, none, or one twice; ``max_norm`` is no norm.
-        ConfigConflict: they have different ranks, or different checks of non-finite gradients; or
-            one is in torch's ``Join``.
+        ConfigTypeError, ConfigError: no sequence of ShardedOptimizers, none, or one twice; ``max_norm`` is no norm, or
+            not alone.
+        ConfigConflict: they have different ranks or checks of non-finite gradients, or one is in torch's ``Join``.
         OptimizerClosed: one was closed.
         RankMismatch, StepDesync, NonFiniteGradient and others: as ``opt.clip_grad_norm_()``, on every rank.
     """
+    check_only_norm("zero_opt.clip_grad_norm_()", "clip_grad_norm_([muon, adam], 1.0)", others, options)
     listed = _checked(optimizers)
     shares: list[Share] = []
     measured: list[Measured] = []

@@ -19,6 +19,7 @@ from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsRep
 from ..placement import Offload, ReadThrough, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
+from ..reduction.grad_norm import check_only_norm
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
@@ -260,11 +261,7 @@ class ShardedOptimizer(UnevenInputs):
             The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.
         """
         self._require_open()
-        if others or options:
-            raise ConfigTypeError(
-                "opt.clip_grad_norm_() takes the norm alone, as in opt.clip_grad_norm_(1.0): it clips the gradients of "
-                f"all its parameters by their L2 norm; got {1 + len(others)} values and {sorted(options)}"
-            )
+        check_only_norm("opt.clip_grad_norm_()", "opt.clip_grad_norm_(1.0)", others, options)
         return self._engine.clip(max_norm)
 
     @property

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.groups import Group
-from ..errors import ConfigError, quoted
-from ..field_checks import check_number
+from ..errors import ConfigError, ConfigTypeError, quoted
+from ..field_checks import check_number, plain_number
 from ..kernels import grad_squares
 from ..kernels.strides import is_dense
 from ..system.extension import native_available
@@ -20,6 +20,19 @@ from ..system.extension import native_available
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements widened to fp64 at a time: they stay in the cache.
 _WIDENED_NUMEL = 1 << 15
+
+
+def check_only_norm(call: str, usage: str, others: Sequence[object], options: Mapping[str, object]) -> None:
+    """Raise ConfigTypeError if a call is given more than the norm, as torch's function takes.
+
+    Args:
+        call, usage: its name, and how to write it. others, options: what it was given beyond the norm.
+    """
+    if others or options:
+        raise ConfigTypeError(
+            f"{call} takes the norm alone, as in {usage}: it clips the gradients of all parameters by their L2 norm; "
+            f"got {1 + len(others)} values and {sorted(options)}"
+        )
 
 
 def check_max_norm(max_norm: Any, name: str) -> float:
@@ -30,6 +43,7 @@ def check_max_norm(max_norm: Any, name: str) -> float:
     """
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
         max_norm = max_norm.item()
+    max_norm = plain_number(max_norm)
     check_number(name, max_norm)
     if not max_norm > 0:
         raise ConfigError(f"{name} must be positive, got {quoted(max_norm)}")

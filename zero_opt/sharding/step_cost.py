@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError, ConfigTypeError, quoted
-from ..field_checks import check_number
+from ..field_checks import check_number, plain_number
 from .wrapped_class import check_wrapped_class, in_short
 
 StepCost = Callable[[torch.Size], float]
@@ -78,7 +78,7 @@ def cost_of_step(cls: type[torch.optim.Optimizer], shape: torch.Size) -> float:
         return float(shape.numel())
     told = f"the cost that register_cost() was given for {cls.__name__}, of shape {tuple(shape)},"
     try:
-        cost = fn(shape)
+        cost = plain_number(fn(shape))
         check_number(told, cost)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         raise ConfigError(f"{told} has none: {type(error).__name__}: {error}") from error

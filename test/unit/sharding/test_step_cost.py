@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
@@ -55,6 +56,13 @@ def test_a_subclass_costs_what_its_base_does_until_it_is_registered() -> None:
     zero_opt.register_cost(Derived, lambda shape: 2 * shape[0])
     assert cost_of_step(Derived, shape) == 8
     assert cost_of_step(torch.optim.Muon, shape) == newton_schulz_cost(shape)
+
+
+def test_a_cost_may_be_numpys_number() -> None:
+    cls = own_class()
+    zero_opt.register_cost(cls, np.prod)
+    cost = cost_of_step(cls, torch.Size((3, 4)))
+    assert cost == 12.0 and type(cost) is float
 
 
 @pytest.mark.parametrize("cost", [0, -1.0, math.nan, math.inf, 10**400])
