@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -149,6 +149,10 @@ class Placement(ABC):
     @abstractmethod
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
+
+    def shown(self) -> Iterable[Tensor]:
+        """Tensors of the live state that show memory which is stepped wherever the user puts the tensors."""
+        return ()
 
     @abstractmethod
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:

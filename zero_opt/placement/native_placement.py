@@ -102,6 +102,10 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
             if position in shard.stepped:
                 yield index, shard.state(position)
 
+    def shown(self) -> Iterator[Tensor]:
+        for shard in self._shards.values():
+            yield from shard.shown()
+
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """Copy the values of an edited state to the arrays."""
         shard, position = self._places[index]

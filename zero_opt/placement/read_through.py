@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..system.inference_mode import version_of
+from ..system.same_objects import addresses
 
 
 class MadeState(Mapping[str, Any]):
@@ -29,7 +30,7 @@ class ReadThrough(MutableMapping[str, Any]):
     def __init__(self, saved: MadeState) -> None:
         self._saved = saved
         self._values: dict[str, Any] = {}
-        self._made: dict[str, tuple[Any, int]] = {}
+        self._made: dict[str, tuple[Any, int, list[int]]] = {}  # each value, its version, and where it lies
         self._dropped: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
@@ -45,7 +46,7 @@ class ReadThrough(MutableMapping[str, Any]):
         if key not in self._values:
             value = self._saved[key]
             self._values[key] = value
-            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0)
+            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value]))
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -88,8 +89,10 @@ class ReadThrough(MutableMapping[str, Any]):
         """Whether users have written to a value that there is, or put another in its place."""
         if key not in self._made:
             return key in self._values
-        value, (made, version) = self._values.get(key), self._made[key]
-        return value is not made or (isinstance(value, Tensor) and version_of(value) != version)
+        value, (made, version, places) = self._values.get(key), self._made[key]
+        if value is not made:
+            return True
+        return isinstance(value, Tensor) and (version_of(value) != version or addresses([value]) != places)
 
     def forget(self) -> None:
         """Show what there is now."""

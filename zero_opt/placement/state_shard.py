@@ -16,6 +16,7 @@ from ..kernels.updates import NativeUpdate, given_arrays
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
+from ..system.same_objects import addresses
 from .compact_state import PlainForm, form_of, is_compact, stored_form
 from .interface import ParamState
 from .masters import MasterShard, slices_of
@@ -60,6 +61,7 @@ class StateShard(MasterShard):
         self._arrays: dict[str, Tensor] = {}
         self._unseen: set[int] = set()  # positions of slices of which arrays have been made since they were shown
         self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
+        self._addresses: dict[int, list[int]] = {}  # where that lies, of tensors in the order that it has
 
     def master(self, position: int) -> Tensor:
         return self._slice("master", position)
@@ -81,7 +83,11 @@ class StateShard(MasterShard):
         for key, value in own.items():
             if shown.get(key) is before.get(key):
                 shown[key] = value
+        self._note_view(position, shown, own)
+
+    def _note_view(self, position: int, shown: ParamState, own: ParamState) -> None:
         self._views[position] = (shown, own)
+        self._addresses[position] = addresses(own.values())
 
     def _renew_views(self) -> None:
         """Let the dicts that the user holds show the arrays as they are mapped now."""
@@ -92,7 +98,7 @@ class StateShard(MasterShard):
         """The live state of a slice: tensors in the parameter's shape where it is whole, else 1-D."""
         if position not in self._views:
             own = self._shown(position)
-            self._views[position] = (self._plain_form(position) if self.compact else dict(own), own)
+            self._note_view(position, self._plain_form(position) if self.compact else dict(own), own)
         elif position in self._unseen:
             self._renew_view(position, self._shown(position))
         self._unseen.discard(position)
@@ -125,14 +131,22 @@ class StateShard(MasterShard):
         return PlainForm(lambda: stored, partial(self._upper_half, position), partial(self.shaped, position=position))
 
     def replaced(self, position: int, shown: ParamState) -> bool:
-        """Whether the user has put other values in the place of those that :meth:`state` shows.
+        """Whether the user has put other values in the place of those that :meth:`state` shows, or other memory.
 
         Of compact state, also whether values that it has shown were written to.
         """
         mine, own = self._views.get(position, ({}, {}))
         if isinstance(mine, ReadThrough):
             return shown is not mine or mine.edited()
-        return shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items())
+        if shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items()):
+            return True
+        return addresses(own.values()) != self._addresses.get(position, [])
+
+    def shown(self) -> Iterator[Tensor]:
+        """Return the tensors that users see, which show arrays."""
+        for shown, own in self._views.values():
+            if not isinstance(shown, ReadThrough):
+                yield from (value for value in own.values() if isinstance(value, Tensor))
 
     def holds_edits(self) -> bool:
         """Whether values of compact state that were shown have been written to."""
@@ -152,6 +166,7 @@ class StateShard(MasterShard):
     def forget_views(self, position: int) -> None:
         """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
+        self._addresses.pop(position, None)
 
     def take_param(self, position: int) -> None:
         super().take_param(position)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
 from ..system.log import log
-from .trial import Trial, is_known, state_after_a_step
+from .trial import is_known, state_after_a_step, trial_of
 from .usual_states import UsualStates, are_usual
 
 StateDict = dict[str, Any]
@@ -149,8 +148,8 @@ def match(
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
         with refused.each():
-            if whole and isinstance(saved_id, str) and saved_id not in index_of:
-                continue  # what the wrapped class keeps besides its parameters' state
+            if whole and _is_besides(saved_id, index_of):
+                continue
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
             index = index_of[saved_id]
@@ -159,6 +158,15 @@ def match(
             _check_shapes(index, state, params[index], elementwise=elementwise, native=native)
             matched[index] = _materialized(state, in_full=whole and not is_dtensor(params[index]))
     return matched
+
+
+def _is_besides(saved_id: Any, index_of: Mapping[Any, int]) -> bool:
+    """Return whether state is what the wrapped class keeps besides its parameters', not a parameter's by its number as
+    text, which a file has whose keys are all text.
+    """
+    if not isinstance(saved_id, str) or saved_id in index_of:
+        return False
+    return not (saved_id.isdecimal() and int(saved_id) in index_of)
 
 
 def _require_kind(name: str, value: Any, kinds: type | tuple[type, ...], noun: str) -> None:
@@ -297,7 +305,7 @@ def fitted(
         return dict(states), [hypers_of(saved) for saved in given]
     fitting, completed, index = dict(states), [], 0
     for number, (group, saved) in enumerate(zip(param_groups, given, strict=True)):
-        hypers = _completed(optimizer_class, saved, number, group["params"])
+        hypers = _completed(optimizer_class, saved, number, group)
         completed.append(hypers)
         made: dict[Any, Mapping[str, Any]] = {}
         fit: set[Any] = set()  # shape, dtype and device of parameters whose state is known to fit
@@ -322,16 +330,19 @@ def fitted(
 
 
 def _completed(
-    cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, params: Sequence[Tensor]
+    cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a saved group's hyperparameters, once the class has checked, completed, and made a step with them."""
+    """Return a saved group's hyperparameters, once the class has checked, completed, and made a step with them.
+
+    Args:
+        group: the one that they are loaded into.
+    """
     hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
+    params = group["params"]
     device = tried_on(cls, params[0]) if params else None
-    known = inspect.signature(cls).parameters  # the class checks arguments, but not what stands in a group
-    arguments = {key: value for key, value in hypers.items() if key in known}
     missing: list[str] = []
     try:
-        trial = Trial(cls, torch.zeros(2, 2, device=device, dtype=torch.float32), {}, **arguments)
+        trial = trial_of(cls, hypers, group, torch.zeros(2, 2, device=device, dtype=torch.float32))
         needed = trial.hypers
         trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
         completed = trial.hypers

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -58,6 +60,31 @@ class Trial:
             bare_step(self.optimizer)
         finally:
             self.param.grad = None
+
+
+def trial_of(
+    cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], group: Mapping[str, Any], like: Tensor
+) -> Trial:
+    """Return a trial of a class that has taken these hyperparameters, or each of them among others that it takes.
+
+    A step may do with values that the class refuses together: momentum that was set to 0 beside ``nesterov=True``.
+
+    Raises:
+        Exception: whatever the class raises about them.
+    """
+    known = inspect.signature(cls).parameters  # the class checks arguments, but not what stands in a group
+    arguments, own = ({key: value for key, value in of.items() if key in known} for of in (hypers, hypers_of(group)))
+    try:
+        return Trial(cls, like, {}, **arguments)
+    except ValueError as error:
+        for key, value in arguments.items():
+            for others in ({}, own):
+                with suppress(ValueError, TypeError):  # an argument may have no default
+                    Trial(cls, like, {}, **{**others, key: value})
+                    break
+            else:
+                raise error from None
+        return Trial(cls, like, {}, **own)
 
 
 def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
 from ..system.devices import is_host
 from ..system.interrupts import uninterrupted
-from ..system.same_objects import SameObjects, flattened
+from ..system.same_objects import SameMemory, SameObjects, flattened
 from .guard import NoReentry
 from .stand_ins import Kind, StandIns, StateOwner
 from .state_dict import cut
@@ -48,7 +48,7 @@ class VisibleState:
         self._due: list[int] = []  # steps that the entries of stand-ins lack, each as a mask
         self._pieces: Sequence[ParamSlice] = ()  # this rank's
         self._cut: set[int] = set()  # of these, the parameters of which other ranks have slices too
-        self._live: dict[int, ParamState] = {}  # as users see it, by global index
+        self._live: dict[int, ParamState] = {}  # as users see it, by global index; all had values when first shown
         self._versions: dict[int, list[int]] = {}  # of what lies on accelerators, as of follow()
         # While a step is pending: the owner's entries as of follow(), and the values in each.
         self._followed: dict[int, tuple[ParamState, dict[str, Any]]] | None = None
@@ -56,6 +56,7 @@ class VisibleState:
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
         self._adopted = SameObjects()  # all of the owner's state when a look at it found no edit
+        self._memory = SameMemory()  # where its tensors lay then that the placement does not follow
         self._unedited = False  # since stand-ins were stepped last, as far as adopt_edits() has seen
 
     def add(self, added: Mapping[int, Kind]) -> None:
@@ -71,7 +72,9 @@ class VisibleState:
         """Let the owner's ``state`` have the live state of this rank's slices."""
         for index, live in self._placement.state():
             if self._live.get(index) is not live:
-                self._owner.state[self._params[index]] = self._live[index] = live
+                self._owner.state[self._params[index]] = live
+                if live:
+                    self._live[index] = live
 
     def kept(self) -> set[int]:
         """Return the parameters that have state here, but for :attr:`dropped`."""
@@ -199,7 +202,7 @@ class VisibleState:
 
     def _adopt_slices(self) -> None:
         held = self._held()
-        if held and self._adopted.are(held):
+        if held and self._adopted.are(held) and self._memory.holds():
             self._unedited = True
             return
         changed = [self._adopt_slice(piece) for piece in self._pieces]
@@ -207,8 +210,12 @@ class VisibleState:
         self._adopted.forget()
         if any(changed):
             self._show_live()
+            for piece, replaced in zip(self._pieces, changed, strict=True):
+                if replaced and piece.param not in self._live:  # by what is no state, such as a buffer of None
+                    self._owner.state.pop(self._params[piece.param], None)
         elif held:
             self._adopted.note(held)
+            self._memory.note(self._placement.shown())
 
     def _held(self) -> list[Any]:
         """Return all objects of which one is another after an edit; none if entries may be edited otherwise."""
@@ -224,9 +231,9 @@ class VisibleState:
     def _adopt_slice(self, piece: ParamSlice) -> bool:
         """Return whether the placement's live state of a slice is another object than the user's entry."""
         entry: ParamState | None = self._owner.state.get(self._params[piece.param]) or None
-        if not (entry or self._live.get(piece.param)):
-            return False
         if entry is None:
+            if piece.param not in self._live:
+                return False
             self.dropped.add(piece.param)
         if entry and piece.param in self._cut and not isinstance(entry, ReadThrough):
             flat = self._partition.flats[piece.param]

@@ -369,3 +369,25 @@ def _other_class(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "cpu"])
 def test_state_of_another_class_that_fits_goes_on_as_in_the_plain_class(world_size: int, offload: Any) -> None:
     run_threads(world_size, _other_class, {"offload": offload, "fused": True})
+
+
+def _momentum_off(rank: int, world_size: int) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": False}
+    theirs = _params()
+    plain = torch.optim.SGD(theirs, **options)
+    _fill(theirs)
+    plain.step()
+    plain.param_groups[0]["momentum"] = 0.0
+    params = [nn.Parameter(param.detach().clone()) for param in theirs]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, reduction=zero_opt.AtStep(), **options)
+    optimizer.load_state_dict(plain.state_dict())
+    for stepped, opt in ((params, optimizer), (theirs, plain)):
+        _fill(stepped)
+        opt.step()
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in theirs])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_momentum_that_was_turned_off_beside_nesterov_is_loaded(world_size: int) -> None:
+    run_threads(world_size, _momentum_off)

@@ -127,3 +127,110 @@ def _replace_split(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_that_does_not_fit_a_split_master_is_refused_on_every_rank(world_size: int) -> None:
     run_processes(world_size, _replace_split)
+
+
+DROPS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "cleared": lambda state, param: state[param].clear(),
+    "an empty dict": lambda state, param: state.update({param: {}}),
+    "popped": lambda state, param: state.pop(param),
+    "no momentum": lambda state, param: state[param].pop("momentum_buffer", None),
+    "momentum of None": lambda state, param: state[param].update(momentum_buffer=None),
+}
+LATE = zero_opt.WorkerOffload(delay=1)
+PLACES: dict[str, Callable[[Path], Any]] = {
+    **{name: OFFLOADS[name] for name in ("worker", "nvme", "cpu")},
+    "none": lambda _: None,
+    "worker, late": lambda _: LATE,
+    "worker, speculating": lambda _: zero_opt.WorkerOffload(speculate=True),
+}
+
+
+def _afresh(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
+    """Return the cases in which a dropped state has not begun anew, as it does under the class itself."""
+    wrong = []
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    for cls, options in ((torch.optim.AdamW, {"lr": 0.1}), (torch.optim.SGD, momentum)):
+        for how, drop in DROPS.items():
+            if cls is torch.optim.AdamW and "momentum" in how:
+                continue
+            ours, plain = ([nn.Parameter(torch.ones(numel)) for numel in (300, 64)] for _ in range(2))
+            offload = PLACES[name](folder)
+            optimizer = zero_opt.ShardedOptimizer(ours, cls, offload=offload, fused=True, **options)
+            reference = cls(plain, fused=True, **options)
+            for step in range(5):
+                for params, stepped in ((ours, optimizer), (plain, reference)):
+                    sum((param * (0.5, -1.0, 0.25, 2.0, -0.5)[step]).sum() for param in params).backward()
+                    stepped.step()
+                    stepped.zero_grad()
+                if step == 1:
+                    optimizer.flush()
+                    for mine, its in zip(ours, plain, strict=True):
+                        drop(optimizer.state, mine)
+                        drop(reference.state, its)
+            optimizer.flush()
+            optimizer.consolidate_state_dict(to=0)
+            same = all(map(torch.equal, ours, plain))
+            if rank == 0:
+                kept = optimizer.state_dict()["state"]
+                same = same and kept.keys() == {0, 1} and _same_state(kept, reference)
+            if not same:
+                wrong.append(f"{cls.__name__}, {how}")
+            optimizer.close()
+    return wrong
+
+
+def _same_state(kept: dict[int, dict[str, Any]], reference: torch.optim.Optimizer) -> bool:
+    wanted = reference.state_dict()["state"]
+    return all(torch.equal(kept[index][key], value) for index in wanted for key, value in wanted[index].items())
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_that_the_user_drops_begins_anew(world_size: int, name: str, tmp_path: Path) -> None:
+    for wrong in run_processes(world_size, _afresh, name, tmp_path):
+        assert not wrong
+
+
+MOVES: dict[str, Callable[[Any, str], Any]] = {
+    "assigned": lambda state, key: state.update({key: torch.zeros_like(state[key])}),
+    "data": lambda state, key: setattr(state[key], "data", torch.zeros_like(state[key])),
+    "set": lambda state, key: state[key].set_(torch.zeros_like(state[key])),
+    "swapped": lambda state, key: torch.utils.swap_tensors(state[key], torch.zeros_like(state[key])),
+}
+COMPACT = zero_opt.AdamState("bfloat16", None)
+
+
+def _moved(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
+    """Return the ways to give a state tensor other memory that have not the effect of an assignment."""
+    wrong = []
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.AdamW, {"fused": True}),
+        (zero_opt.CPUAdamW, {"state": COMPACT}),
+    ]
+    for cls, options in kinds:
+        ends: dict[str, list[torch.Tensor]] = {}
+        for way, move in MOVES.items():
+            params = [nn.Parameter(torch.ones(numel)) for numel in (300, 64)]
+            optimizer = zero_opt.ShardedOptimizer(params, cls, lr=0.1, offload=PLACES[name](folder), **options)
+            for step in range(4):
+                sum((param * (0.5, -1.0, 0.25, 2.0)[step]).sum() for param in params).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.flush()
+                state = optimizer.state[params[0]]
+                if step == 1 and "exp_avg" in state:
+                    with torch.no_grad():
+                        move(state, "exp_avg")
+            ends[way] = [param.detach().clone() for param in params]
+            optimizer.close()
+        wrong += [
+            f"{cls.__name__}, {way}" for way, end in ends.items() if not all(map(torch.equal, end, ends["assigned"]))
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_that_the_user_gives_other_memory_is_followed(world_size: int, name: str, tmp_path: Path) -> None:
+    for wrong in run_processes(world_size, _moved, name, tmp_path):
+        assert not wrong

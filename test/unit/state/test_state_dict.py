@@ -241,6 +241,30 @@ def test_a_group_of_frozen_params_of_any_dtype() -> None:
     fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW, STRICT)
 
 
+def test_numbers_of_parameters_as_text_are_no_state_besides() -> None:
+    optimizer = stepped_adamw()
+    saved = optimizer.state_dict()
+    text = {**saved, "state": {str(key): value for key, value in saved["state"].items()}}
+    with pytest.raises(StateDictError, match="state for parameter '0', which is in no param group"):
+        match(text, optimizer.param_groups, elementwise=True, refused=STRICT, whole=True)
+    besides = {**saved, "state": {**saved["state"], "mine": {}, "99": {}}}
+    assert sorted(match(besides, optimizer.param_groups, elementwise=True, refused=STRICT, whole=True)) == [
+        *saved["state"]
+    ]
+
+
+def test_values_that_the_class_refuses_only_together_are_taken_if_a_step_does() -> None:
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=0.1, momentum=0.9, nesterov=True)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    saved = optimizer.state_dict()["param_groups"]
+    fresh = torch.optim.SGD([Parameter(torch.ones(3))], lr=0.1, momentum=0.9, nesterov=True)
+    _, groups = fitted({}, fresh.param_groups, saved, torch.optim.SGD, STRICT)
+    assert groups[0]["momentum"] == 0.0 and groups[0]["nesterov"] is True
+    for key, value in (("momentum", -0.5), ("lr", -1.0), ("lr", "fast")):
+        with pytest.raises(StateDictError, match="SGD refuses param group 0"):
+            fitted({}, fresh.param_groups, [{**saved[0], key: value}], torch.optim.SGD, STRICT)
+
+
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 

@@ -192,7 +192,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate over the parameters that have state."""
-        return iter([plain for plain, twin in self._twins.items() if twin.param in self._user.state])
+        return iter([plain for plain, twin in self._twins.items() if self._user.state.get(twin.param)])
 
     def __len__(self) -> int:
         """Return how many parameters have state."""
