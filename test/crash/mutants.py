@@ -15,6 +15,8 @@ BEGUN = "  const std::int64_t begun = done;\n"
 SUCCESSOR = "  if (done > 0 && done <= count) {\n"
 SUCCESSOR_COPIES = "    copy_home(run_in_place(step.base, *block.run), block, lane.logs[(done + 1) % 2]);\n"
 RUN = "    const UpdateRun run = run_in_place(step.base, *from);\n"
+SCALARS = "    const StepScalars& scalars = step.scalars[from->scalars];\n"
+NEXT_SCALARS = "    if (begun > 0) scalars.now = scalars.next;\n"
 LOG_BLOCKS = "template <typename Stepper>\nvoid log_blocks_of("
 BEFORE = "  std::int64_t nonfinite = done > 0 ? lane.logs[(done + 1) % 2].nonfinite : 0;\n"
 LOOP = "  for (; done < end; at.next()) {\n"
@@ -43,6 +45,7 @@ DRAFT_WIDTH = "moment = bytes_of(moments);\n"
 DRAFT_BASE = "  copy_array(fresh.exp_avg_base, first, count, 2, to.exp_avg_base);\n"
 DRAFT_MOMENT = "  stream_array(fresh.exp_avg, begin, n, moment, to.exp_avg);\n"
 LAST_SCALE = "arena.drafts()[done - origin - 1].run.to.exp_avg_base"
+DRAFT_TO = "    draft.run = {translated(given), offsets_of(given.to, given), scalars};\n"
 DRAFT_ENDS = "range.last * kLogNumel < run.numel ? range.last * kLogNumel : run.numel;\n"
 
 
@@ -304,7 +307,7 @@ FULL = (
         deaths=2,
     ),
 )
-# Of updates that have fewer arrays than Adam.
+# Of updates that have fewer arrays than Adam, and a first step unlike the others.
 UPDATES = (
     Mutant("a sum is written home at once", ((LOGGED_MOMENT, "home.exp_avg"), (MOMENT_HOME, "")), scenario="adagrad"),
     Mutant(
@@ -320,5 +323,21 @@ UPDATES = (
         scenario="sgd-bf16",
     ),
     Mutant("a draft leaves a moment out", ((DRAFT_MOMENT, ""),), 0, "kernels/draft.inl", "drafted", "lion"),
+    Mutant(
+        "a successor takes the first step for the next",
+        (
+            (BEGIN, BEGUN + BEGIN),
+            (SCALARS, SCALARS.replace("const StepScalars&", "StepScalars") + NEXT_SCALARS),
+        ),
+        scenario="sgd-first",
+    ),
+    Mutant(
+        "the bank that a draft writes has no place for a moment",
+        ((DRAFT_TO, DRAFT_TO + "    draft.run.to.exp_avg = 0;\n"),),
+        deaths=0,
+        file="worker/control.cpp",
+        shape="drafted",
+        scenario="sgd-first",
+    ),
 )
 MUTANTS = FULL + COMPACT + UPDATES

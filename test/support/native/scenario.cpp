@@ -23,17 +23,18 @@ using zero_opt::kCutNumel;
 using zero_opt::UpdateRun;
 
 constexpr std::size_t kAlign = 64;
-// Of another update than Adam.
-std::map<std::string, double> others_hypers(const std::string& update, double lr) {
+// Of another update than Adam; SGD without arrays of state has no momentum.
+std::map<std::string, double> others_hypers(const std::string& update, int arrays, double lr) {
+  const double momentum = arrays > 0 ? 0.9 : 0.0;
   if (update == "adagrad") return {{"lr", lr}, {"lr_decay", 0.1}, {"weight_decay", 0.1}, {"eps", 1e-10}};
   if (update == "lion") return {{"lr", lr}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0.1}};
-  return {{"lr", lr}, {"momentum", 0.9}, {"dampening", 0.1}, {"weight_decay", 0.1}, {"nesterov", 0.0}};
+  return {{"lr", lr}, {"momentum", momentum}, {"dampening", 0.1}, {"weight_decay", 0.1}, {"nesterov", 0.0}};
 }
 
 zero_opt::Hypers hypers_of(const Scenario& scenario, double lr) {
   const std::string& update = scenario.update;
   zero_opt::Hypers hypers =
-      update == "adam" ? adam_hypers(lr, true) : zero_opt::make_hypers(update, others_hypers(update, lr));
+      update == "adam" ? adam_hypers(lr, true) : zero_opt::make_hypers(update, others_hypers(update, scenario.arrays, lr));
   hypers.grad_scale = 0.5;
   hypers.prediction = scenario.prediction;
   return hypers;
@@ -138,7 +139,8 @@ bool has_compact_moments(const std::string& name, Scenario& found) {
   return found.amsgrad || rest.empty();
 }
 
-// An update other than Adam, and what follows its name: gradients and results in bf16, a split master, or a prediction.
+// An update other than Adam, and what follows its name: gradients and results in bf16, a split master, a prediction, or
+// no state.
 bool is_other_update(const std::string& name, Scenario& found) {
   const std::size_t dash = std::min(name.find('-'), name.size());
   const std::string rest = name.substr(dash);
@@ -150,7 +152,8 @@ bool is_other_update(const std::string& name, Scenario& found) {
   found.has_out = rest == "-bf16" || rest == "-predicted";
   found.has_remainder = rest == "-split";
   if (rest == "-predicted") found.prediction = 1.5;
-  return rest.empty() || found.has_out || found.has_remainder;
+  if (rest == "-plain" && found.update == "sgd") found.arrays = 0;
+  return rest.empty() || found.has_out || found.has_remainder || found.arrays == 0;
 }
 
 class Event {
@@ -168,6 +171,13 @@ class Event {
 }  // namespace
 
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes) {
+  const std::string first = "-first";
+  if (name.size() > first.size() && name.compare(name.size() - first.size(), first.size(), first) == 0) {
+    Scenario found = scenario_named(name.substr(0, name.size() - first.size()), shape, lanes);
+    found.name = name;
+    found.before = 0;
+    return found;
+  }
   Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted", shape == "cut", 0.0};
   if (name == "bf16") {
     found.grad = found.out = Format::kBfloat16;
@@ -231,14 +241,17 @@ Case::Case(const Scenario& scenario, const std::string& isa)
   Arena arena(bytes_);
   fill(arena.base());
   zero_opt::Control control(arena.base(), bytes_, scenario_.lanes, kMaxRuns);
-  control.submit(batches(arena.base(), 1.0), wake.fd(), false, scenario_.past_caches, isa_);
-  control.finish(static_cast<int>(scenario_.lanes));
-  fill_gradients(arena.base(), 2);
+  for (int step = 1; step < number(); ++step) {
+    fill_gradients(arena.base(), step);
+    control.submit(batches(arena.base(), step), wake.fd(), false, scenario_.past_caches, isa_);
+    control.finish(static_cast<int>(scenario_.lanes));
+  }
+  fill_gradients(arena.base(), number());
   if (scenario_.drafted) {
     control.draft_sums(sums(arena.base()), wake.fd(), false, isa_);
-    control.draft(batches(arena.base(), 2.0), wake.fd(), false, isa_);
+    control.draft(batches(arena.base(), number()), wake.fd(), false, isa_);
   } else {
-    control.submit(batches(arena.base(), 2.0), wake.fd(), false, scenario_.past_caches, isa_);
+    control.submit(batches(arena.base(), number()), wake.fd(), false, scenario_.past_caches, isa_);
   }
   begun_ = arena.image();
 }
@@ -247,9 +260,10 @@ void Case::make_reference() {
   Arena arena(bytes_);
   fill(arena.base());
   const zero_opt::Kernels& kernels = zero_opt::kernels_named(isa_);
-  zero_opt::update_step(kernels, batches(arena.base(), 1.0), {1, false});
-  fill_gradients(arena.base(), 2);
-  nonfinite_ = zero_opt::update_step(kernels, batches(arena.base(), 2.0), {1, false});
+  for (int step = 1; step <= number(); ++step) {
+    fill_gradients(arena.base(), step);
+    nonfinite_ = zero_opt::update_step(kernels, batches(arena.base(), step), {1, false});
+  }
   for (const zero_opt::GradArray& grad : sums(arena.base())) {
     for (std::int64_t at = 0; at < grad.numel; at += zero_opt::kSumNumel) {
       const char* from = static_cast<const char*>(grad.data) + at * zero_opt::bytes_of(grad.format);
@@ -260,15 +274,15 @@ void Case::make_reference() {
   reference_ = arena.image();
 }
 
-std::vector<zero_opt::UpdateBatch> Case::batches(char* base, double step) const {
+std::vector<zero_opt::UpdateBatch> Case::batches(char* base, int step) const {
   Places places(data(base));
   std::vector<zero_opt::UpdateBatch> found;
   for (const std::int64_t numel : scenario_.numels) {
     const zero_opt::Hypers hypers = hypers_of(scenario_, 0.01 * static_cast<double>(found.size() + 1));
     UpdateRun run = placed(scenario_, numel, places);
-    if (step == 1.0) run.to = run.from;
+    if (step < number()) run.to = run.from;
     placed_sums(scenario_, numel, places);
-    found.push_back({hypers, {{run, step, nullptr}}});
+    found.push_back({hypers, {{run, static_cast<double>(step), nullptr}}});
   }
   return found;
 }
@@ -286,28 +300,28 @@ std::vector<zero_opt::GradArray> Case::sums(char* base) const {
 }
 
 void Case::fill(char* base) const {
-  for (const zero_opt::UpdateBatch& batch : batches(base, 1.0)) {
+  for (const zero_opt::UpdateBatch& batch : batches(base, 1)) {
     const UpdateRun& run = batch.runs[0].run;
     std::vector<float> values(static_cast<std::size_t>(run.numel));
     for (std::int64_t i = 0; i < run.numel; ++i) values[static_cast<std::size_t>(i)] = chance(7, i + run.numel);
     write_floats(values.data(), run.numel, scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32,
                  run.from.param);
   }
-  fill_gradients(base, 1);
 }
 
-void Case::fill_gradients(char* base, std::uint64_t seed) const {
-  std::uint64_t number = 0;
-  for (const zero_opt::UpdateBatch& batch : batches(base, 1.0)) {
+void Case::fill_gradients(char* base, int step) const {
+  std::uint64_t run_number = 0;
+  for (const zero_opt::UpdateBatch& batch : batches(base, 1)) {
     const UpdateRun& run = batch.runs[0].run;
     std::vector<float> values(static_cast<std::size_t>(run.numel));
     for (std::int64_t i = 0; i < run.numel; ++i) {
-      // In another number of places in every run, but for the second step, which has all the others finite.
-      const bool bad = i % 31 == 5 && static_cast<std::uint64_t>(i / 31) <= number;
-      values[static_cast<std::size_t>(i)] = bad && seed == 2 ? INFINITY : chance(seed * 100 + number, i);
+      // In another number of places in every run; the steps before it have all gradients finite.
+      const bool bad = i % 31 == 5 && static_cast<std::uint64_t>(i / 31) <= run_number;
+      const std::uint64_t seed = static_cast<std::uint64_t>(step) * 100 + run_number;
+      values[static_cast<std::size_t>(i)] = bad && step == number() ? INFINITY : chance(seed, i);
     }
     write_floats(values.data(), run.numel, scenario_.grad, const_cast<void*>(run.grad));
-    ++number;
+    ++run_number;
   }
 }
 
@@ -339,7 +353,8 @@ bool Case::words_finished(const char* base, std::string& what) const {
     if (control.drafts_done.load() != 2 * scenario_.numels.size()) what += " number of drafts";
     return what.empty();
   }
-  if (control.submitted.load() != 2 || control.completed.load() != 2) what += " sequence numbers";
+  const auto last = static_cast<std::uint64_t>(number());
+  if (control.submitted.load() != last || control.completed.load() != last) what += " sequence numbers";
   const std::uint64_t counted = control.nonfinite.load();
   if (counted != static_cast<std::uint64_t>(nonfinite_)) what += " " + std::to_string(counted) + " not finite";
   for (std::size_t lane = 0; lane < scenario_.lanes; ++lane) {

@@ -21,14 +21,16 @@ struct Scenario {
   bool has_out, has_remainder, amsgrad;
   std::vector<std::int64_t> numels;
   std::size_t lanes;
-  bool drafted;  // the second step is a draft, to another bank, and so are sums
+  bool drafted;  // the step is a draft, to another bank, and so are sums
   bool past_caches;
   double prediction;  // see zero_opt::StepScalars
   std::string update = "adam";
   int arrays = 2;  // of state
+  int before = 1;  // steps that are done before the one to be made
 };
 
-// The scenario of that name with runs that are short, or cut within ("cut", "drafted"). Throws std::invalid_argument for another.
+// The scenario of that name with runs that are short, or cut within ("cut", "drafted"). A name that ends with "-first" is
+// of the first step of all. Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
 // Of Adam, with weight decay of 0.1.
@@ -56,7 +58,7 @@ class Arena {
   std::size_t bytes_;
 };
 
-// Two steps of a scenario: the first done, the second submitted and to be made.
+// A step of a scenario, submitted and to be made, and one done before it unless it is the first.
 class Case {
  public:
   Case(const Scenario& scenario, const std::string& isa);
@@ -73,13 +75,15 @@ class Case {
   bool finished(const char* base, std::string& what) const;
 
  private:
-  // Of the first step, in place, or of the second.
-  std::vector<zero_opt::UpdateBatch> batches(char* base, double step) const;
+  // The number of the step to be made.
+  int number() const { return scenario_.before + 1; }
+  // Of that step, or of one before it, in place.
+  std::vector<zero_opt::UpdateBatch> batches(char* base, int step) const;
   // What sums are drafted of, which is the parameters: not all gradients are finite.
   std::vector<zero_opt::GradArray> sums(char* base) const;
   bool words_finished(const char* base, std::string& what) const;
   void fill(char* base) const;
-  void fill_gradients(char* base, std::uint64_t seed) const;
+  void fill_gradients(char* base, int step) const;
   void make_reference();
   char* data(char* base) const { return base + control_bytes_; }
 
