@@ -51,7 +51,7 @@ class Departure(NamedTuple):
         Args:
             name: the rank's name. waiting: what is said of a rank that has announced nothing.
         """
-        when = f"after step {self.steps - 1}" if self.steps else "before its first step"
+        when = f"after {self.steps} step{'s' * (self.steps > 1)}" if self.steps else "before its first step"
         batches = "do all ranks have the same number of batches? (torch.distributed.algorithms.Join takes uneven ones)"
         return {
             How.CLOSED: f"{name} has closed this optimizer {when}; {batches}",

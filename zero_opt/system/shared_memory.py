@@ -59,8 +59,8 @@ def close_own(fd: int) -> None:
         log.warning("the program has closed file descriptor %d, which is zero_opt's (os.closerange, say)", fd)
 
 
-def _mapped(fd: int, nbytes: int) -> Tensor:
-    """Return the bytes of an open file, mapped until the last tensor over them is gone.
+def mapped_bytes(fd: int, nbytes: int, start: int = 0) -> Tensor:
+    """Return bytes of an open file, from ``start`` on, mapped until the last tensor over them is gone.
 
     Python's ``mmap`` would keep a descriptor of its own open for as long.
 
@@ -69,7 +69,7 @@ def _mapped(fd: int, nbytes: int) -> Tensor:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype, arguments = ctypes.c_void_p, (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
-    address = libc.mmap(None, ctypes.c_size_t(nbytes), *arguments, ctypes.c_long(0))
+    address = libc.mmap(None, ctypes.c_size_t(nbytes), *arguments, ctypes.c_long(start))
     if address in (None, _MAP_FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -99,7 +99,7 @@ class Arena:
 
     def _map(self) -> None:
         """Map the arena as long as it is. Tensors over an older mapping of it share its memory."""
-        self.bytes = _mapped(self.fd, os.fstat(self.fd).st_size)
+        self.bytes = mapped_bytes(self.fd, os.fstat(self.fd).st_size)
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Self:

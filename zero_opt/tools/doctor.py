@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import NativeUnavailable, StorageFailed, ZeroOptError, mib
+from ..errors import NativeUnavailable, OutOfResources, StorageFailed, ZeroOptError, mib
 from ..kernels import native_isas
 from ..kernels.threads import allowed_threads, fair_threads, torchrun_sharers
 from ..placement.nvme.state_file import StateFile
@@ -292,7 +292,7 @@ def _described(module: ModuleType, number: int) -> str:
 def _path(path: str) -> Iterator[Finding]:
     try:
         file = StateFile(path)
-    except StorageFailed as error:
+    except (StorageFailed, OutOfResources) as error:
         yield Finding(BAD, "path", path, str(error))
         return
     file.close()

@@ -26,9 +26,9 @@ from zero_opt.comm import process_identity
 from zero_opt.state import process_exit
 
 WAYS = {
-    "ends": "rank 1 has ended its program after step 1; do all ranks have the same number of batches?",
-    "fails": "rank 1 has ended its program with an exception after step 1;",
-    "closes": "rank 1 has closed this optimizer after step 1; do all ranks have the same number of batches?",
+    "ends": "rank 1 has ended its program after 2 steps; do all ranks have the same number of batches?",
+    "fails": "rank 1 has ended its program with an exception after 2 steps;",
+    "closes": "rank 1 has closed this optimizer after 2 steps; do all ranks have the same number of batches?",
 }
 # Which exchange, and whether ranks know of each other's processes.
 PLACES = {"shared memory": ("auto", True), "backend": ("backend", True), "hosts": ("backend", False)}

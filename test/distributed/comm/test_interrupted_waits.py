@@ -92,7 +92,7 @@ def _require(found: list[Any], how: str) -> None:
     for said in found[1:]:
         for name, text in said:
             assert name == "PeerLost", text
-            assert text.startswith("rank 0 has left training after step 1, because an exception there"), text
+            assert text.startswith("rank 0 has left training after 2 steps, because an exception there"), text
 
 
 @pytest.mark.parametrize("how", HOWS)

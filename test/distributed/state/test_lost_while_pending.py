@@ -57,7 +57,7 @@ def test_it_names_the_rank_that_has_left(world_size: int, how: str, call: str) -
     found = run_processes(world_size, _one_leaves, how, call, expect_errors=how == "killed")
     for said in found[:1] + found[2:]:
         left = (
-            r"rank 1 (\(pid \d+\) )?has ended" if how == "killed" else "rank 1 has closed this optimizer after step 2"
+            r"rank 1 (\(pid \d+\) )?has ended" if how == "killed" else "rank 1 has closed this optimizer after 3 steps"
         )
         assert re.match(f"(a step is pending, and flush|this rank's state is that of no step).*: {left}", said), said
 

@@ -199,6 +199,6 @@ def test_a_rank_that_has_ended_early_is_named_to_the_others(how: str, ended: Any
     code, said, _ = ended[how]["0"]
     assert code == 1, said
     what = "closed this optimizer" if how == "closes early" else "ended its program"
-    assert f"PeerLost: rank 1 has {what} after step 0; do all ranks have the same number of batches?" in said
+    assert f"PeerLost: rank 1 has {what} after 1 step; do all ranks have the same number of batches?" in said
     if "1" in ended[how]:
         assert ended[how]["1"][0] == 0, ended[how]["1"][1]

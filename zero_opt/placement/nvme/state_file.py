@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from ...errors import StorageFailed, StorageFull, mib
+from ...errors import OutOfResources, StorageFailed, StorageFull, mib
+from ...system.limits import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
 from ...system.log import log
 from ...system.readable_pages import require_writable
-from ...system.shared_memory import CLOSED_BY_PROGRAM, above_stdio, close_own
+from ...system.shared_memory import CLOSED_BY_PROGRAM, above_stdio, close_own, mapped_bytes
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
 BLOCK_BYTES = 4096
@@ -47,12 +47,14 @@ def _open(folder: str) -> int:
 
 @contextmanager
 def _storage_errors(what: str, hint: str = "") -> Iterator[None]:
-    """Within the context, an error of the system's is a StorageFailed: what went wrong, why, and what to do."""
+    """Within it, an error of the system's is StorageFailed, or OutOfResources: what went wrong, why, and advice."""
     try:
         yield
     except StorageFailed:
         raise
     except OSError as error:
+        if error.errno in NO_DESCRIPTORS:
+            raise OutOfResources(f"{what} ({error.strerror}); raise the limit of {DESCRIPTOR_LIMIT}") from error
         if error.errno == errno.EBADF:
             hint = f"; {CLOSED_BY_PROGRAM} If so, load a checkpoint into a new optimizer"
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -84,7 +86,7 @@ class StateFile:
         kind: of the file system, as far as is known. in_memory: whether that keeps files in memory.
 
     Raises:
-        StorageFailed: no file can be made there.
+        StorageFailed: no file can be made there. OutOfResources: there is no file descriptor for one.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -155,8 +157,7 @@ class StateFile:
         """
         what = f"optimizer state in {self.folder!r} cannot be mapped"
         with _storage_errors(what, "; see the limits of this process (ulimit -a)"):
-            mapped = mmap.mmap(self._fd, nbytes, offset=start)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+            return mapped_bytes(self._fd, nbytes, start)
 
     def require_writable(self, start: int, part: Tensor) -> None:
         """Raise StorageFailed if part of a view, from byte ``start`` of the file on, cannot be written; whole blocks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
 from test.support.worker_training import backward, make_params
+from zero_opt.placement.nvme.state_file import BLOCK_BYTES, StateFile
 from zero_opt.system import readable_pages
 
 SELECTIVE = zero_opt.Selective(0.5, update_interval=2, select_interval=2)
@@ -165,3 +167,31 @@ def test_a_kernel_that_cannot_tell_is_not_needed_for_a_load(tmp_path: Path, monk
     with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed \(the file ends there\)"):
         optimizer.load_state_dict(saved)
     optimizer.close()
+
+
+def _no_descriptors(rank: int, world_size: int, path: Path) -> None:
+    """With a descriptor for the file, all is well."""
+    make(make_params(), path).close()  # what is imported late is there
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    with pytest.raises(zero_opt.OutOfResources, match=r"made in .*raise the limit of file descriptors: .*ulimit -n"):
+        make(make_params(), path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    make(make_params(), path).close()
+
+
+def test_no_descriptor_for_the_file_names_the_limit(tmp_path: Path) -> None:
+    run_processes(1, _no_descriptors, tmp_path, backend=None)
+
+
+def test_views_of_the_file_take_no_descriptors(tmp_path: Path) -> None:
+    """However many arrays there are, the file has one, and views outlive it."""
+    file = StateFile(tmp_path)
+    file.reserve(4 * BLOCK_BYTES)
+    before = len(os.listdir("/proc/self/fd"))
+    views = [file.view(start * BLOCK_BYTES, BLOCK_BYTES) for start in range(4)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    views[3].fill_(7)
+    again = file.view(2 * BLOCK_BYTES, 2 * BLOCK_BYTES)
+    file.close()
+    assert again[:BLOCK_BYTES].sum() == 0 and (again[BLOCK_BYTES:] == 7).all()
