@@ -91,7 +91,7 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 def _option(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
-    if key in inspect.signature(estimate).parameters:
+    if key == "params" or key in inspect.signature(estimate).parameters:
         raise argparse.ArgumentTypeError(f"{key!r} is not an option of an optimizer class; see --help")
     try:
         return key, ast.literal_eval(value)
@@ -159,6 +159,10 @@ def _print_plan(given: argparse.Namespace) -> None:
     machines = Machines(given.device, given.world, per_host, *sizes)
     if not machines.on_host and not given.device_memory:
         raise ConfigError(f"--device {given.device} needs --device-memory, such as 80GB; or take --device cpu")
+    if machines.on_host and given.device_memory:
+        raise ConfigConflict(
+            "--device-memory is not for --device cpu, whose parameters are in host memory; leave it out"
+        )
     choices = plan(given.numel, machines)
     print(json.dumps(as_json(choices), indent=2) if given.json else as_table(choices, machines))
     if given.plot:

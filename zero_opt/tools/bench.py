@@ -31,14 +31,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OutOfMemory, mib
 from ..field_checks import check_integer
 from ..kernels import CPUAdamW
+from ..kernels.checks import GRAD_DTYPES
 from ..optimizer.sharded_optimizer import ShardedOptimizer
+from ..placement.nvme.state_file import StateFile
 from ..policies import AdamState, AtStep, CPUOffload, NVMeOffload, Overlapped, WorkerOffload
 from ..system.devices import HOST, is_host
 from ..system.extension import native_available
+from ..system.shared_memory import memory_left
 from .drawing import file_pyplot
+from .estimate import check_numel, checked_device
 
 _WIDTH, _WARM = 1024, 2
 _PATIENCE_S, _LOOK_AGAIN_S = 600.0, 0.2
@@ -66,8 +70,11 @@ class Bench:
     def __post_init__(self) -> None:
         check_integer("ranks", self.ranks)
         check_integer("rows", self.rows)
-        if not 1 <= self.numel < math.inf:
-            raise ConfigError(f"the number of elements must be positive, got {self.numel:g}")
+        check_numel(self.numel)
+        if self.param_dtype not in GRAD_DTYPES:
+            named = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRAD_DTYPES)
+            raise ConfigError(f"param_dtype must be one of {named}, got {self.param_dtype}")
+        checked_device(self.device)
         if not 0 < self.seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {self.seconds:g}")
         if not is_host(torch.device(self.device)) and self.ranks > torch.accelerator.device_count():
@@ -269,7 +276,11 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
 
     Args:
         note: told what is measured next, how much is done, and of how much.
+
+    Raises:
+        StorageFailed, OutOfMemory: ``path`` takes no file, or host memory not the model; before a process starts.
     """
+    _check_room(bench)
     order, seconds, nbytes = _in_order(bench), dict[str, list[float]](), dict[str, int]()
     with ExitStack() as stack:
         spawn = mp.get_context("spawn")
@@ -295,6 +306,19 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
         for way in ways(bench)
     ]
     return sorted(timings, key=lambda one: one.exposed_s)
+
+
+def _check_room(bench: Bench) -> None:
+    """Raise StorageFailed or OutOfMemory where there is no file, or no host memory for ranks with a plain AdamW."""
+    if bench.path is not None:
+        StateFile(bench.path).close()
+    needed = 4 * bench.ranks * bench.numel * bench.param_dtype.itemsize  # parameters, gradients and two moments
+    left = memory_left()
+    if is_host(torch.device(bench.device)) and needed > left:
+        raise OutOfMemory(
+            f"{bench.ranks} ranks with {bench.numel:g} elements each need at least {mib(needed)} of host memory, and "
+            f"{mib(left)} may still be had; pass a smaller --numel, or fewer --ranks"
+        )
 
 
 def _end(ranks: Any) -> None:

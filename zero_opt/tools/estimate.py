@@ -32,6 +32,8 @@ _MOST_BUCKETS = 1 << 18
 MOST_RANKS_PER_HOST = 8
 # A rank takes some milliseconds.
 _MOST_RANKS = 1 << 16
+# With 16 bytes of each, all that 57 bits of addresses reach.
+_MOST_NUMEL = 1 << 53
 
 PLACES = ("device", "host", "nvme")
 _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -170,7 +172,7 @@ def estimate(
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
     check_integer("world_size", world_size, most=_MOST_RANKS)
     check_dtype("param_dtype", param_dtype)
-    target = _Target(param_dtype, _checked_device(device))
+    target = _Target(param_dtype, None if device is None else checked_device(device))
     with adopt_errors():
         if isinstance(model_or_numel, (int, float)):
             groups = target.of_number(model_or_numel, config)
@@ -217,13 +219,24 @@ def _title(sizing: Sizing) -> str:
     )
 
 
-def _checked_device(device: object) -> torch.device | None:
-    if device is None:
-        return None
+def check_numel(numel: float) -> None:
+    """Raise ConfigError for a number of elements that is not positive, or that no machine addresses."""
+    if not numel >= 1:
+        raise ConfigError(f"the number of elements must be positive, got {quoted(numel)}")
+    if numel > _MOST_NUMEL:
+        raise ConfigError(f"the number of elements must be at most {_MOST_NUMEL:.2g}, got {quoted(numel)}")
+
+
+def checked_device(device: Any) -> torch.device:
+    """Return the type of device that parameters will be on, without an index.
+
+    Raises:
+        ConfigError: torch knows no such device, or it has no memory.
+    """
     try:
-        parsed = torch.device(device)  # type: ignore[call-overload]
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {device!r}") from error
+        raise ConfigError(f"device must be a torch device such as 'cuda' or 'cpu', got {quoted(device)}") from error
     if is_meta(parsed):
         raise ConfigError("device must be where parameters will be, such as 'cuda' or 'cpu', not 'meta'")
     return torch.device(parsed.type)
@@ -264,6 +277,7 @@ class _Target(NamedTuple):
             )
         if isinstance(numel, bool) or not 1 <= numel <= sys.float_info.max or numel != int(numel):
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {quoted(numel)}")
+        check_numel(numel)
         dtype = self.dtype or torch.get_default_dtype()
         bucket_mb = bucket_mb_of(config.reduction, between_hosts=False)
         each = max(int(bucket_mb * 2**20) // (dtype.itemsize * ALIGN) * ALIGN, ALIGN)

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
 from ..field_checks import check_integer
 from ..kernels import CPUAdamW
 from ..placement import Offload
 from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..system.devices import is_host
 from .drawing import file_pyplot
-from .estimate import PLACES, estimate
+from .estimate import PLACES, check_numel, checked_device, estimate
 
 _GB_PER_S = {"device": 1500.0, "host": 100.0, "nvme": 3.0}
 _LINK_GB_PER_S = 25.0
@@ -52,6 +51,7 @@ class Machines:
     disk_nbytes: float
 
     def __post_init__(self) -> None:
+        checked_device(self.device)
         check_integer("world_size", self.world_size)
         check_integer("ranks_per_host", self.ranks_per_host)
 
@@ -134,10 +134,9 @@ def plan(numel: float, machines: Machines) -> list[Choice]:
     is left.
 
     Raises:
-        ConfigError: ``numel`` or a field of ``machines`` is not positive.
+        ConfigError: ``numel`` is not positive, or more than any machine addresses.
     """
-    if not numel >= 1:
-        raise ConfigError(f"the number of elements must be positive, got {numel:g}")
+    check_numel(numel)
     found = list(_choices(numel, machines))
     order = {id(choice): turn for turn, (_, choice) in enumerate(sorted(found, key=_preference))}
     return sorted((choice for _, choice in found), key=lambda choice: order[id(choice)])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 
 import zero_opt
 from zero_opt.__main__ import main
@@ -60,8 +61,30 @@ def test_the_code_of_a_way_is_what_was_measured(way: Way) -> None:
 
 
 def test_a_rank_that_fails_ends_the_run() -> None:
-    with pytest.raises(Exception, match="/nowhere/at/all"):
-        run(Bench(1e4, rows=1, seconds=0.1, path="/nowhere/at/all"))
+    with pytest.raises(ProcessRaisedException, match="1152921504606846976"):  # no memory for so long a batch
+        run(Bench(1e4, rows=1 << 60, seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--param-dtype int8", "param_dtype must be one of float32, bfloat16, float16, got torch.int8"),
+        ("--param-dtype complex64", "param_dtype must be one of"),
+        ("--param-dtype fp64", "param_dtype must be one of"),
+        ("--path /nonexist", "no file for optimizer state can be made in '/nonexist'"),
+        ("--path /etc/passwd", "no file for optimizer state can be made in '/etc/passwd'"),
+        ("--device tpu", "torch device such as 'cuda'"),
+        ("--numel 1e15", "need at least 30,517,578,125.0 MiB of host memory, and "),
+        ("--numel 1e30", "elements must be at most"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_are_started(
+    words: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benching, "start_processes", None)
+    assert main(["bench", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and told in error and error.count("\n") == 1
 
 
 NUMBERS = ({"numel": 0.0}, {"numel": math.inf}, {"ranks": 0}, {"rows": 0}, *({"seconds": s} for s in (0, -1, math.inf)))

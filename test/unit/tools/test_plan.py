@@ -150,6 +150,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int
     [
         (["7B", "--host-memory", "1GB"], "--device cuda needs --device-memory"),
         (["0", "--device", "cpu", "--host-memory", "1GB"], "must be positive"),
+        (["1e30", "--device", "cpu", "--host-memory", "1GB"], "elements must be at most"),
+        (["inf", "--device", "cpu", "--host-memory", "1GB"], "elements must be at most"),
+        (["7B", "--device", "tpu", "--device-memory", "80GB", "--host-memory", "1GB"], "torch device such as 'cuda'"),
+        (["7B", "--device", "cpu", "--device-memory", "80GB", "--host-memory", "1GB"], "not for --device cpu"),
         (["7B", "--device", "cpu", "--host-memory", "1GB", "--world", "0"], "world_size must be at least 1"),
     ],
 )
