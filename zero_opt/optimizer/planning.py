@@ -92,6 +92,19 @@ class Planner:
             self._parts.agreement.require_same_contents(value_contents(labeled))
         self._plan(missing)
 
+    def make_room(self) -> None:
+        """Give a place to state that the hyperparameters ask for since they were edited. Not collective.
+
+        Raises:
+            UnsupportedOptimizer, ConfigConflict: they cannot be stepped. OutOfMemory, WorkerFailed, StorageFull,
+            StorageFailed: no room; all is as it was. PeerLost: another rank reads the state for too long.
+        """
+        parts = self._parts
+        if parts.placement.lacks_room(parts.param_groups):
+            with parts.guard.moving(parts.patience_s), parts.visible.lock:
+                parts.placement.make_room(parts.param_groups)
+                parts.visible.note_entries()
+
     def _missing(self, mask: int) -> list[int]:
         """Return the masked parameters that are not planned yet."""
         return sorted(indices_of(mask) - self._parts.partition.flats.keys())

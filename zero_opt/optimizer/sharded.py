@@ -149,6 +149,8 @@ class ShardedEngine(BetweenSteps):
             shards = self.reduction.collect(agreed)
         if agreed.absent:
             follow_hypers(self.agreement.group, self.parts.param_groups, agreed.absent)
+            with self.agreement.together():
+                self._planner.make_room()
         if not agreed.same_hypers:
             self.agreement.require_same_contents(hyper_contents(self.parts.param_groups))
             self.agreement.require_dropped_alike(self.parts.visible.dropped, self.parts.visible.kept())
@@ -184,9 +186,12 @@ class ShardedEngine(BetweenSteps):
             if error is None:
                 check_options(self._user.param_groups)
                 self._forms.check(self._user.param_groups, self._user.state)
+            error = error or self.placement.conflict()
+            if error is None:
+                self._planner.make_room()
         except ZeroOptError as refused:
             error = error or refused
-        return error or self.placement.conflict()
+        return error
 
     def agree(self, own: OwnRounds, clip_to: float | None, unscale_by: float | None, *, absent: bool) -> StepAgreement:
         """Compare this rank's report of the step with the other ranks'. Collective."""

@@ -58,6 +58,21 @@ class Placement(ABC):
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         """Take back the last :meth:`add`, which another rank could not join, if this rank could."""
 
+    def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:  # noqa: ARG002
+        """Return whether a step with these hyperparameters, of all groups, has state that has no place yet.
+
+        Raises:
+            UnsupportedOptimizer: they were edited into what cannot be stepped.
+        """
+        return False
+
+    def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give that state a place. A step may be pending; entries of live state may be other tensors after that.
+
+        Raises:
+            ConfigConflict: the pending step would have had to make it. OutOfMemory and others: as :meth:`add`.
+        """
+
     @abstractmethod
     def repoint(self, params: Sequence[int]) -> None:
         """Follow parameters, given by global index, whose data moved."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import StepPending, UnsupportedOptimizer
+from ..errors import ConfigConflict, StepPending
 from ..sharding.buckets import GradBucket
+from ..system.failures import on_failure
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
@@ -52,7 +54,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _make_room(self) -> None:
+    def _place_missing(self) -> None:
         """Give a place to all arrays that the groups need and that have none yet."""
 
     @abstractmethod
@@ -74,6 +76,31 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
 
     def drop_groups(self, kept: int) -> None:
         del self._roles[kept:]
+
+    def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        for number, group in enumerate(groups):
+            check_fused(self._policy_name, number, group)
+        return any(map(self._new_roles, range(len(groups)), groups))
+
+    def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        added = [self._new_roles(number, group) for number, group in enumerate(groups)]
+        pending = {shard.bucket.layout.group for shard, _ in self._unsettled()}
+        for number in pending:
+            for role in self._kept.update.needed(added[number]) if added[number] else ():
+                if role in added[number]:
+                    raise ConfigConflict(
+                        f"param group {number}: {self._kept.update.switches[role]} cannot be switched on after the "
+                        "first step, which is pending; set it back, or load a state dict that was saved with it"
+                    )
+        before = self._roles
+        with on_failure(partial(setattr, self, "_roles", before)):
+            self._roles = [(*roles, *more) for roles, more in zip(before, added, strict=True)]
+            self._await_copies()
+            self._place_missing()
+
+    def _new_roles(self, number: int, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return which arrays a step of a group has that have no place."""
+        return tuple(role for role in self._kept.update.roles(group) if role not in self._roles[number])
 
     def _register(self, shards: Iterable[ShardT]) -> None:
         """Note which shard has which parameters, and make the masters of those that have state from the start."""
@@ -136,7 +163,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         self._drop_pending()
         self._await_copies()
         self._roles = [self._kept.update.roles(group) for group in groups]
-        self._make_room()
+        self._place_missing()
         without = 0
         for index, (shard, position) in self._places.items():
             saved = states.get(index, {})
@@ -164,13 +191,3 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         for shard, positions in self._unsettled():
             for position in positions:
                 shard.follow(position)
-
-    def _used_roles(self, shard: ShardT, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return which arrays a step of a shard of the group has; options may have been edited."""
-        check_fused(self._policy_name, shard.bucket.layout.group, group)
-        roles, places = self._kept.update.roles(group), shard.places()
-        for role in roles:
-            if role not in places:
-                switch = self._kept.update.switches[role]
-                raise UnsupportedOptimizer(f"{switch} cannot be switched on after its param group was added")
-        return roles

@@ -225,21 +225,16 @@ def test_adagrad_begins_dropped_state_with_the_value_of_its_class(cls: Any, plac
 
 
 @PLACED
-def test_momentum_that_comes_too_late_is_refused_and_a_load_brings_it(place: str, tmp_path: Path) -> None:
+def test_a_load_brings_a_momentum(place: str, tmp_path: Path) -> None:
     params = make_params()
     optimizer = _make(params, "sgd", PLACES[place](tmp_path), momentum=0.0)
     _step(params, optimizer, 0)
     optimizer.flush()
     assert not optimizer.state_dict()["state"]
-    optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(zero_opt.UnsupportedOptimizer, match="momentum cannot be switched on after its param group was"):
-        _step(params, optimizer, 2)
-    optimizer.param_groups[0]["momentum"] = 0.0
     saved = zero_opt.CPUSGD(make_params(), lr=0.1, momentum=0.9)
     for param in saved.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     saved.step()
-    optimizer.flush()
     optimizer.load_state_dict(saved.state_dict())
     assert_bitwise(optimizer.state_dict()["state"], saved.state_dict()["state"])
     _step(params, optimizer, 2)

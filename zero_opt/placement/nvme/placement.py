@@ -104,7 +104,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
                 "the optimizer in the process that steps it"
             )
 
-    def _make_room(self) -> None:
+    def _place_missing(self) -> None:
         self._extend(self._extents)
 
     def _written(self) -> None:
@@ -137,7 +137,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
             pass
         for grad_shard in grads:
             shard = self._shards[grad_shard.bucket]
-            shard.roles = self._used_roles(shard, groups[shard.bucket.layout.group])
+            shard.roles = self._kept.update.roles(groups[shard.bucket.layout.group])
         hypers = [*map(self._kept.update.hypers, groups)]
         update = partial(
             step_batches, grad_scale=grad_scale, threads=self.threads, flush_denormals=self._flush_denormals

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedOptimizer
 from ...kernels import AdamUpdate
 from ...kernels.adam_state import MAXIMUM
 from ...kernels.checks import GRAD_DTYPES
@@ -31,8 +30,6 @@ def step_selected(
         number: of the step. update: :func:`adam_update_` with the user's options.
     """
     amsgrad, hypers = bool(group["amsgrad"]), adam_hypers(group)
-    if amsgrad and MAXIMUM not in arrays:
-        raise UnsupportedOptimizer("amsgrad cannot be switched on after its param group was added")
     used = {role: arrays[role] for role in ("param", *ADAM.roles(group))}
     if grad.is_cpu:
         taken = grad if grad.dtype in GRAD_DTYPES else grad.float()

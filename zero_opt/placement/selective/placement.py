@@ -85,6 +85,21 @@ class SelectivePlacement(Placement):
         self._small.add_group(hypers)
         self._roles.append(ADAM.roles(hypers))
 
+    def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        return self._inner.lacks_room(groups) or any(map(self._new_roles, range(len(groups)), groups))
+
+    def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._inner.make_room(groups)
+        for number, group in enumerate(groups):
+            if added := self._new_roles(number, group):
+                self._roles[number] = (*self._roles[number], *added)
+                for index, column_slice in self._slices.items():
+                    if column_slice.group == number and not column_slice.stepped:
+                        self._load_slice(index, {})
+
+    def _new_roles(self, number: int, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(role for role in ADAM.roles(group) if role not in self._roles[number])
+
     def drop_groups(self, kept: int) -> None:
         self._inner.drop_groups(kept)
         self._small.drop_groups(kept)

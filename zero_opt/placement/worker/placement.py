@@ -144,7 +144,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def require_not_forked(self) -> None:
         self._worker.require_not_forked()
 
-    def _make_room(self) -> None:
+    def _place_missing(self) -> None:
         self._extend(list(self._shards.values()))
 
     def _written(self) -> None:
@@ -284,7 +284,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         batches: dict[tuple[int, int], tuple[Any, list[Any], list[int]]] = {}
         for shard, positions in used:
             number = shard.bucket.layout.group
-            hypers, roles = self._kept.update.hypers(groups[number]), self._used_roles(shard, groups[number])
+            hypers, roles = self._kept.update.hypers(groups[number]), self._kept.update.roles(groups[number])
             shard.read_params(positions)
             for gradients in sorted({shard.gradients[position] for position in positions}):
                 alike = [position for position in positions if shard.gradients[position] == gradients]

@@ -222,6 +222,8 @@ class SpeculativePlacement(WorkerPlacement):
         self._delivery.await_result(index)  # of narrower parameters there is one place for results
         try:
             step = self._step_of(shard, self._groups[shard.bucket.layout.group], self._factors.expected)
+            if any(role not in shard.places() for role in step.roles):
+                return  # step() makes room
             runs = list(shard.runs(range(len(shard.pieces)), step.roles))
             batch = (step.hypers.for_kernel(step.unscale), [run for run, _ in runs], [grad for _, grad in runs])
             drafted = self._worker.draft([batch], flush_denormals=step.flush_denormals)
@@ -231,7 +233,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _step_of(self, shard: ArenaShard, group: Mapping[str, Any], unscale: float) -> _Step:
         versions = (self._worker.arena.bytes._version, shard.steps._version)
-        hypers, roles = self._kept.update.hypers(group), self._used_roles(shard, group)
+        hypers, roles = self._kept.update.hypers(group), self._kept.update.roles(group)
         return _Step(hypers, roles, self._flushes, unscale, versions)
 
     def rewrites(self, bucket: GradBucket) -> None:

@@ -1,0 +1,179 @@
+"""Options that are switched on later, of groups that lie on one rank alone: torch's bits, or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import BUCKET_MB, values
+
+SELECTIVE = zero_opt.Selective(topk_ratio=0.5, update_interval=1)
+PLACES: dict[str, Callable[[Path], Any]] = {
+    "worker": lambda _: zero_opt.WorkerOffload(),
+    "delayed": lambda _: zero_opt.WorkerOffload(delay=1),
+    "speculating": lambda _: zero_opt.WorkerOffload(speculate=True),
+    "file": zero_opt.NVMeOffload,
+}
+PLACED = pytest.mark.parametrize("place", PLACES)
+SHAPES = ((16,), (16,), (6, 8))
+STEPS = 5
+
+
+def _grads(step: int) -> list[Tensor]:
+    return [values(step, 1, 0, index, shape) for index, shape in enumerate(SHAPES)]
+
+
+def _groups() -> list[dict[str, Any]]:
+    """A group each, so that each has a bucket of its own: one rank has no part of some groups."""
+    return [{"params": [nn.Parameter(torch.ones(shape))]} for shape in SHAPES]
+
+
+def _backward(groups: list[dict[str, Any]], step: int) -> None:
+    params = [group["params"][0] for group in groups]
+    torch.autograd.backward(params, _grads(step))
+
+
+def _params(optimizer: Any) -> list[Tensor]:
+    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
+
+
+def _sharded(groups: Any, cls: Any, offload: Any, **options: Any) -> Any:
+    """One rank has no part of the last two groups."""
+    reduction = zero_opt.Overlapped(BUCKET_MB)
+    return zero_opt.ShardedOptimizer(groups, cls, offload=offload, reduction=reduction, fused=True, **options)
+
+
+def _momentum_steps(groups: Any, optimizer: Any, at: int, flush: bool) -> None:
+    """Momentum comes before step ``at``, goes for a step, and comes back."""
+    optimizer.add_param_group(groups[2])
+    for step in range(STEPS):
+        if step >= at:
+            optimizer.param_groups[1]["momentum"] = optimizer.param_groups[2]["momentum"] = 0.9 * (step != at + 1)
+        optimizer.zero_grad()
+        _backward(groups, step)
+        optimizer.step()
+        if flush and step % 2:
+            optimizer.flush()
+
+
+def _momentum(rank: int, world_size: int, at: int, offload: Any, flush: bool) -> Any:
+    groups = _groups()
+    optimizer = _sharded(groups[:2], torch.optim.SGD, offload, lr=0.1)
+    _momentum_steps(groups, optimizer, at, flush)
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()["state"] if rank == 0 else {}
+    found = _params(optimizer)
+    optimizer.close()
+    return found, state
+
+
+@pytest.mark.parametrize(("at", "flush"), [(0, False), (2, False), (2, True)])
+@PLACED
+def test_a_momentum_that_comes_later_begins_with_the_next_gradient(
+    place: str, at: int, flush: bool, tmp_path: Path
+) -> None:
+    groups = _groups()
+    plain = torch.optim.SGD(groups[:2], lr=0.1, fused=True)
+    _momentum_steps(groups, plain, at, False)
+    found = run_processes(2, _momentum, at, PLACES[place](tmp_path), flush)
+    for params, _ in found:
+        assert_bitwise(params, _params(plain))
+    state = {index: entry for index, entry in found[0][1].items() if entry}
+    assert_bitwise(state, {index: entry for index, entry in plain.state_dict()["state"].items() if entry})
+    assert len(state) == 2
+
+
+def _scheduled(rank: int, world_size: int, offload: Any) -> list[Tensor]:
+    groups = _groups()
+    return _one_cycle(groups, _sharded(groups, torch.optim.SGD, offload, lr=0.1))
+
+
+def _one_cycle(groups: Any, optimizer: Any) -> list[Tensor]:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=STEPS)
+    for step in range(STEPS - 1):
+        optimizer.zero_grad()
+        _backward(groups, step)
+        optimizer.step()
+        scheduler.step()
+    if isinstance(optimizer, zero_opt.ShardedOptimizer):
+        optimizer.flush()
+    return _params(optimizer)
+
+
+@PLACED
+def test_a_scheduler_that_brings_the_momentum(place: str, tmp_path: Path) -> None:
+    groups = _groups()
+    wanted = _one_cycle(groups, torch.optim.SGD(groups, lr=0.1, fused=True))
+    for found in run_processes(2, _scheduled, PLACES[place](tmp_path)):
+        assert_bitwise(found, wanted)
+
+
+def _amsgrad(rank: int, world_size: int, late: bool, offload: Any) -> Any:
+    groups = _groups()
+    optimizer = _sharded(groups, torch.optim.AdamW, offload, lr=0.1, amsgrad=not late)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _backward(groups, step)
+        optimizer.step()
+    optimizer.consolidate_state_dict()
+    found = _params(optimizer), optimizer.state_dict()["state"] if rank == 0 else {}
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("selective", [None, SELECTIVE], ids=["all", "selective"])
+@pytest.mark.parametrize("place", ["worker", "delayed", "file"])
+def test_amsgrad_before_the_first_step(place: str, selective: Any, tmp_path: Path) -> None:
+    offload = PLACES[place](tmp_path)
+    options = {key: value for key, value in vars(offload).items() if key != "selective"}
+    made = type(offload)(**options, selective=selective)
+    wanted, found = (run_processes(2, _amsgrad, late, made) for late in (False, True))
+    assert_bitwise(found, wanted)
+    assert "max_exp_avg_sq" in found[0][1][2]
+
+
+def _refused(rank: int, world_size: int, cls: Any, edit: dict[str, Any], offload: Any) -> tuple[str, str]:
+    """A step after the edit, and what it changed; then one without it."""
+    groups = _groups()
+    optimizer = _sharded(groups, cls, offload, lr=0.1)
+    group = optimizer.param_groups[2]
+    kept = {key: group[key] for key in edit}
+    _backward(groups, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch._C.DisableTorchFunction():  # a step may be pending
+        before = [param.clone() for param in _params(optimizer)]
+    group.update(edit)
+    _backward(groups, 1)
+    with pytest.raises(zero_opt.ZeroOptError) as caught:
+        optimizer.step()
+    with torch._C.DisableTorchFunction():
+        assert all(map(torch.equal, _params(optimizer), before))
+    group.update(kept)
+    optimizer.step()
+    optimizer.flush()
+    assert all(not torch.equal(param, old) for param, old in zip(_params(optimizer), before, strict=True))
+    optimizer.close()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@PLACED
+def test_bits_that_the_place_has_not_are_refused_on_every_rank(place: str, tmp_path: Path) -> None:
+    edit = {"fused": None, "foreach": True}
+    for name, text in run_processes(2, _refused, torch.optim.SGD, edit, PLACES[place](tmp_path)):
+        assert name == "UnsupportedOptimizer" and "group 2 has fused=None, foreach=True, and " in text
+
+
+def test_amsgrad_while_the_first_step_is_pending_is_refused_on_every_rank() -> None:
+    offload = zero_opt.WorkerOffload(delay=1)
+    for name, text in run_processes(2, _refused, torch.optim.AdamW, {"amsgrad": True}, offload):
+        assert name == "ConfigConflict" and "param group 2: amsgrad cannot be switched on after the first step" in text
