@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ _NATIVE = tuple(cls.__name__ for cls in NATIVE_CLASSES)
 _FIELDS = {"ratio": "cpu", "subgroup_mb": "cpu", "window_mb": "nvme"}
 _FIELDS |= dict.fromkeys(("delay", "prediction", "speculate"), "worker")
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -61,10 +62,11 @@ def _dtype(name: str) -> torch.dtype:
 
 def _numel(text: str) -> float:
     """A number that may end as those of models do: 350M, 7B, 1.5T."""
-    factor = _UNITS.get(text[-1:].upper(), 1.0)
+    unit = _UNITS.get(text[-1:].upper())
     try:
-        return float(text if factor == 1.0 else text[:-1]) * factor
-    except ValueError:
+        # In decimal: 1.07 times 1e9 is no whole number in binary.
+        return float(Decimal(text) if unit is None else Decimal(text[:-1]) * unit)
+    except ArithmeticError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of elements such as 7e9, 7B or 350M") from None
 
 

@@ -20,15 +20,18 @@ from hypothesis.stateful import (
 )
 
 from test.crash.programs import LONG
-from test.support.worker_trainer import Trainer, gone
+from test.support.worker_trainer import UPDATES, Trainer, gone
 from zero_opt import WorkerDied
 
-NUMEL = 70_000  # enough for the worker's threads to take part
+NUMEL = 14_000  # of each update: enough for the worker's threads to take part
 EXAMPLES, ACTIONS = (60, 30) if LONG else (6, 12)
 
 
 class RealWorkers(RuleBasedStateMachine):
-    """A trainer with a worker. Its own arrays are a step ahead of the arena's while a step is pending."""
+    """A trainer with a worker that steps every update at once.
+
+    Its own arrays are a step ahead of the arena's while a step is pending.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +40,19 @@ class RealWorkers(RuleBasedStateMachine):
 
     @initialize(lanes=st.integers(1, 3), max_deaths=st.integers(1, 3))
     def begin(self, lanes: int, max_deaths: int) -> None:
-        self.trainer = Trainer(NUMEL, lanes, hang_timeout=0.2, max_deaths=max_deaths)
+        self.trainer = Trainer(NUMEL, lanes, list(UPDATES), hang_timeout=0.2, max_deaths=max_deaths)
 
     def teardown(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self.trainer.worker.close()
+        """End every example with a step that is checked, unless the worker has died too often for one."""
+        trainer: Trainer | None = getattr(self, "trainer", None)
+        if trainer is None:
+            return
+        try:
+            with contextlib.suppress(WorkerDied):
+                trainer.worker.wait(self.pending or trainer.submit())
+                trainer.check()
+        finally:
+            trainer.worker.close()
 
     def _strike(self, sent: int) -> None:
         child = self.trainer.worker._handles.child

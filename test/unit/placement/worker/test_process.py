@@ -22,7 +22,7 @@ import torch
 
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
-from test.support.worker_trainer import NUMEL, ROLES, Trainer, gone
+from test.support.worker_trainer import NUMEL, Trainer, gone
 from zero_opt import OutOfMemory, OutOfResources, WorkerDied, WorkerFailed
 from zero_opt.placement.worker import process as worker_process
 from zero_opt.system import shared_memory
@@ -85,7 +85,7 @@ def test_memory_is_added_and_nothing_moves(trainers: Callable[..., Trainer]) -> 
     before = trainer.arrays()
     start = trainer.worker.extend(1 << 16)
     trainer.worker.start()
-    assert start >= trainer.start + 4 * NUMEL * len(ROLES)
+    assert start >= trainer.start + 4 * NUMEL * len(trainer.roles["adam"])
     assert not trainer.worker.arena.view(start, 1 << 16, torch.uint8).any()
     trainer.step()
     assert_bitwise(before, trainer.own)  # views from before see it too
