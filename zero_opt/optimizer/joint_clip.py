@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigConflict, ConfigError, ConfigTypeError
+from ..errors import ConfigConflict, ConfigError, ConfigTypeError, NonFiniteGradient
 from ..reduction.grad_norm import Joint, Measured, Share, check_only_norm, joint_norm
 from ..sharding.wrapped_class import in_short
 from .one_call import one_call
@@ -54,8 +54,7 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
             else:
                 measured.extend(joint_norm(shares))
                 norms.append(measured[0].norm)
-                pairs = zip(listed, measured, strict=True)
-                if any(optimizer._engine.will_skip(one.nonfinite) for optimizer, one in pairs):
+                if any(_will_skip(at, *pair) for at, pair in enumerate(zip(listed, measured, strict=True))):
                     measured[:] = [one._replace(norm=one.norm * torch.nan) for one in measured]
             return measured[number]
 
@@ -64,6 +63,19 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
     norms: list[Tensor] = []
     _clip_one(listed[0], max_norm, joint_of(0))
     return norms[0]
+
+
+def _will_skip(at: int, optimizer: ShardedOptimizer, measured: Measured) -> bool:
+    """Return whether the optimizer at this place of the list will skip its step.
+
+    Raises:
+        NonFiniteGradient: names it, and its parameter.
+    """
+    try:
+        return optimizer._engine.will_skip(measured.nonfinite)
+    except NonFiniteGradient as error:
+        where = f"of optimizer {at} ({optimizer._config.optimizer_class.__name__})"
+        raise NonFiniteGradient(f"{where}, {error}", rank=error.rank, param=error.param) from None
 
 
 def _checked(optimizers: object) -> list[ShardedOptimizer]:

@@ -66,3 +66,25 @@ def _train(rank: int, world_size: int, write: Callable[[Tensor, Tensor], None], 
 def test_every_step_reduces_what_is_there(world_size: int, clips: bool, options: dict[str, Any]) -> None:
     found = run_threads(world_size, _train, _as_a_replay, clips, options)
     assert_bitwise(found, run_threads(world_size, _train, _in_place, clips, options))
+
+
+def _add_after_clip(rank: int, world_size: int, added: bool) -> list[Tensor]:
+    params, optimizer = _made()
+    late = torch.nn.Parameter(torch.ones(3))
+    if not added:
+        optimizer.add_param_group({"params": [late]})
+    for param, grad in zip(params, _gradients(0, rank), strict=True):
+        _in_place(param, grad)
+    optimizer.clip_grad_norm_(MAX_NORM)
+    if added:
+        optimizer.add_param_group({"params": [late]})
+    optimizer.step()
+    late.grad = torch.full_like(late, 1.0 + rank)
+    optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in (*params, late)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_may_be_added_between_clipping_and_the_step(world_size: int) -> None:
+    assert_bitwise(run_threads(world_size, _add_after_clip, True), run_threads(world_size, _add_after_clip, False))
