@@ -110,7 +110,8 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        parent: the user's group that it was made for. rank: this rank within the group. world_size: number of ranks.
+        parent: the user's group that it was made for. ranks: its ranks, as global ones. rank: this rank within the group.
+        world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
         watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
@@ -138,6 +139,7 @@ class Group:
         self.inline_bytes = INLINE_BYTES
         self.backend = _backend_for(parent)
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
+        self.ranks: list[int] = dist.get_process_group_ranks(parent)
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self._connected = self._at_once()
@@ -157,7 +159,7 @@ class Group:
         differs where ranks have different groups besides. Either hangs. Here every rank draws a name, and rank 0's is
         taken.
         """
-        ranks, timeout = dist.get_process_group_ranks(parent), timedelta(seconds=self.timeout_s)
+        ranks, timeout = self.ranks, timedelta(seconds=self.timeout_s)
         if self.backend == FAKE:  # it carries nothing, so no traffic can mix
             return parent
         if connecting is None:  # all ranks are in every group
@@ -301,10 +303,19 @@ class Group:
         return self.backend not in _WITHOUT_PROCESSES
 
     def mesh(self) -> DeviceMesh:
-        """Return the ranks of the user's group as a 1-D mesh, for tensors in host memory."""
+        """Return the ranks of the user's group as a 1-D mesh, for tensors in host memory.
+
+        Raises:
+            ProcessGroupError: the user has destroyed the group.
+        """
         if self._mesh is None:
             assert self.parent is not None, "a rank alone has no mesh"
-            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
+            try:
+                self._mesh = DeviceMesh.from_group(self.parent, "cpu")
+            except KeyError as error:  # torch has forgotten the group
+                raise ProcessGroupError(
+                    "the process group was destroyed, and DTensors need it: save before destroy_process_group()"
+                ) from error
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as DDPBucket
 from torch._compile import _disable_dynamo
-from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Join
 
 from ..comm.agreement import StepAgreement, StepReport, edits_digest
@@ -365,7 +364,7 @@ class ShardedEngine(BetweenSteps):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return () if self.group.parent is None else tuple(get_process_group_ranks(self.group.parent))
+        return tuple(self.group.ranks)
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:

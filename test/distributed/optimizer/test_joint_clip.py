@@ -240,3 +240,25 @@ def test_what_cannot_be_clipped_together_is_refused_on_every_rank(how: str, mess
 def test_what_is_no_list_of_optimizers_is_quoted(given_to: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         zero_opt.clip_grad_norm_(given_to, 1.0)
+
+
+def _after_the_group_was_destroyed(rank: int, world_size: int) -> None:
+    params = [nn.Parameter(torch.ones(40, 7)), nn.Parameter(torch.ones(9))]
+    optimizers = [zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=0.1, momentum=0.9) for param in params]
+    torch.distributed.destroy_process_group()
+    for _ in range(2):
+        sum((rank + 1) * param.sum() for param in params).backward()  # type: ignore[union-attr]
+        norm = zero_opt.clip_grad_norm_(optimizers, 1e9)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = (1 + world_size) / 2
+        assert float(norm) == pytest.approx(mean * 289**0.5)
+    with pytest.raises(zero_opt.ProcessGroupError, match="was destroyed, and DTensors need it"):
+        zero_opt.sharded_state_dict(optimizers[0])
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+def test_optimizers_go_on_after_their_group_was_destroyed() -> None:
+    run_processes(2, _after_the_group_was_destroyed)
