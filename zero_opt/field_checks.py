@@ -1,4 +1,4 @@
-"""Checks of single values that users give: each names what is wrong, and what was given."""
+"""Single values that users give: checks that name what is wrong, and conversion to Python's own numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def keep_plain_numbers(policy: Any) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a number."""
+    """Raise ConfigTypeError, by ``name``, unless ``value`` is a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigTypeError(f"{name} must be a number, got {quoted(value)}")
 
@@ -85,7 +85,7 @@ def check_threads(owner: str, value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a bool."""
+    """Raise ConfigTypeError, by ``name``, unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise ConfigTypeError(f"{name} must be True or False, got {quoted(value)}")
 

@@ -161,7 +161,7 @@ class WorkerOffload:
 
     For Adam, AdamW, SGD, Adagrad, CPULion and this package's classes of those, with the fused formula, and parameters
     in fp32, bf16 or fp16. All is fp32 unless, of Adam and AdamW, :class:`AdamState` or ``precision`` says otherwise.
-    A momentum of SGD that is switched on later gets its memory then. A worker that dies in the middle of a step loses
+    SGD's momentum may be switched on at any step. A worker that dies in the middle of a step loses
     nothing: its successor finishes the step with the same bits.
 
     Attributes:

@@ -110,7 +110,7 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        parent: the user's group that it was made for. ranks: its ranks, as global ones. rank: this rank within the group.
+        parent: the user's group that it was made for. ranks: its ranks, as global ones. rank: this rank's number in it.
         world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as DDPBucket
 
 from ..comm.groups import Group
+from ..errors import ZeroOptError
 from ..reduction.grad_norm import Joint, alone
 from ..state.state_dict import StateDict, StatesByIndex
 
@@ -79,11 +80,12 @@ class Engine(Protocol):
     def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
         """Take one optimizer step; return what the closure returns."""
 
-    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         """Clip the global L2 norm of the gradients, unless they will be skipped; return the norm before.
 
         Args:
             joint: measures the gradients, with those of other optimizers; called once, before any are scaled.
+            error: what is wrong with the call on this rank, raised on every one.
         """
 
     def will_skip(self, nonfinite: tuple[int, int] | None) -> bool:

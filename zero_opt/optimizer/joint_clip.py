@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigConflict, ConfigError, ConfigTypeError, NonFiniteGradient
-from ..reduction.grad_norm import Joint, Measured, Share, check_only_norm, joint_norm
+from ..errors import ConfigConflict, ConfigError, ConfigTypeError, NonFiniteGradient, ZeroOptError
+from ..reduction.grad_norm import Joint, Measured, Share, alone, check_only_norm, joint_norm
 from ..sharding.wrapped_class import in_short
 from .one_call import one_call
 from .sharded_optimizer import ShardedOptimizer
@@ -35,14 +35,14 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
         On a rank alone, where every class steps by itself, that of ``torch.nn.utils.clip_grad_norm_``.
 
     Raises:
-        ConfigTypeError, ConfigError: no sequence of ShardedOptimizers, none, or one twice; ``max_norm`` is no norm, or
-            not alone.
+        ConfigTypeError, ConfigError: no sequence of ShardedOptimizers, none, or one twice; ``max_norm`` is not a norm,
+            or other arguments were given. On every rank, if all sequences begin with the same optimizer.
         ConfigConflict: they have different ranks or checks of non-finite gradients, or one is in torch's ``Join``.
         OptimizerClosed: one was closed.
         RankMismatch, StepDesync, NonFiniteGradient and others: as ``opt.clip_grad_norm_()``, on every rank.
     """
     check_only_norm("zero_opt.clip_grad_norm_()", "clip_grad_norm_([muon, adam], 1.0)", others, options)
-    listed = _checked(optimizers)
+    listed = _checked_on_all(optimizers, max_norm)
     shares: list[Share] = []
     measured: list[Measured] = []
 
@@ -66,16 +66,27 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
 
 
 def _will_skip(at: int, optimizer: ShardedOptimizer, measured: Measured) -> bool:
-    """Return whether the optimizer at this place of the list will skip its step.
+    """Return whether the optimizer will skip its step.
 
     Raises:
-        NonFiniteGradient: names it, and its parameter.
+        NonFiniteGradient: names the optimizer and its parameter.
     """
     try:
         return optimizer._engine.will_skip(measured.nonfinite)
     except NonFiniteGradient as error:
-        where = f"of optimizer {at} ({optimizer._config.optimizer_class.__name__})"
-        raise NonFiniteGradient(f"{where}, {error}", rank=error.rank, param=error.param) from None
+        where = f"optimizer {at} ({optimizer._config.optimizer_class.__name__})"
+        raise NonFiniteGradient(f"{where}: {error}", rank=error.rank, param=error.param) from None
+
+
+def _checked_on_all(optimizers: object, max_norm: float) -> list[ShardedOptimizer]:
+    """As :func:`_checked`; its errors are told by way of the first optimizer, at which the other ranks are."""
+    try:
+        return _checked(optimizers)
+    except ZeroOptError as error:
+        first = next(iter(optimizers), None) if isinstance(optimizers, Sequence) else None
+        if isinstance(first, ShardedOptimizer) and not first._join_config.enable:
+            _clip_one(first, max_norm, alone, error)
+        raise
 
 
 def _checked(optimizers: object) -> list[ShardedOptimizer]:
@@ -123,7 +134,7 @@ def _told(ranks: Sequence[int]) -> str:
 
 
 @one_call("zero_opt.clip_grad_norm_()", replans=True)
-def _clip_one(optimizer: ShardedOptimizer, max_norm: float, joint: Joint) -> None:
+def _clip_one(optimizer: ShardedOptimizer, max_norm: float, joint: Joint, error: ZeroOptError | None = None) -> None:
     """Have one optimizer collect its gradients, then ``joint`` measure those of all, then scale its own."""
     optimizer._require_open()
-    optimizer._engine.clip(max_norm, joint)
+    optimizer._engine.clip(max_norm, joint, error)

@@ -155,7 +155,7 @@ def fitted_state(
         states = match(saved, param_groups, is_elementwise(cls), refused, whole=whole, native=native)
         if not whole:
             check_options(saved["param_groups"])
-        fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused)
+        fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused, config.defaults)
         loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
         config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)

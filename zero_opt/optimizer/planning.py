@@ -93,7 +93,7 @@ class Planner:
         self._plan(missing)
 
     def make_room(self) -> None:
-        """Give a place to state that the hyperparameters ask for since they were edited. Not collective.
+        """Make room for state that edited hyperparameters need. Not collective.
 
         Raises:
             UnsupportedOptimizer, ConfigConflict: they cannot be stepped. OutOfMemory, WorkerFailed, StorageFull,

@@ -335,13 +335,12 @@ class ShardedEngine(BetweenSteps):
         if failure is not None:
             raise failure
 
-    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
-        error = None
+    def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         limit = 0.0  # the ranks are told that this call clips, also where what was given is no norm
         try:  # all ranks raise the error of one
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:
-            error = refused
+            error = error or refused
         with self._of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(limit, error=error)
             return self._clip(shards, limit, joint)

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from ..comm.alone_group import AloneGroup
 from ..comm.groups import Group, check_rank
 from ..comm.rendezvous import resolve_group
-from ..errors import ConfigConflict, UnsupportedOptimizer
+from ..errors import ConfigConflict, UnsupportedOptimizer, ZeroOptError
 from ..kernels.adam_state import code_key
 from ..placement.compact_state import is_compact
 from ..reduction.grad_norm import Joint, Share, alone, check_max_norm, norm_dtype, share_of
@@ -142,7 +142,9 @@ class SingleRank(Engine):
             self.skips += 1
             return losses[-1]
 
-    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
+        if error is not None:
+            raise error
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params

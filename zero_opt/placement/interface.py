@@ -165,8 +165,11 @@ class Placement(ABC):
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
-    def shown(self) -> Iterable[Tensor]:
-        """Tensors of the live state that show memory which is stepped wherever the user puts the tensors."""
+    def array_views(self) -> Iterable[Tensor]:
+        """Return the tensors of the live state that are views of the placement's arrays.
+
+        If the user gives such a tensor other memory, the arrays do not follow by themselves.
+        """
         return ()
 
     @abstractmethod

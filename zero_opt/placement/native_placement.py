@@ -129,9 +129,9 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
             if position in shard.stepped:
                 yield index, shard.state(position)
 
-    def shown(self) -> Iterator[Tensor]:
+    def array_views(self) -> Iterator[Tensor]:
         for shard in self._shards.values():
-            yield from shard.shown()
+            yield from shard.array_views()
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         """Copy the values of an edited state to the arrays."""

@@ -142,8 +142,8 @@ class StateShard(MasterShard):
             return True
         return addresses(own.values()) != self._addresses.get(position, [])
 
-    def shown(self) -> Iterator[Tensor]:
-        """Return the tensors that users see, which show arrays."""
+    def array_views(self) -> Iterator[Tensor]:
+        """Return the tensors that users see, which are views of arrays."""
         for shown, own in self._views.values():
             if not isinstance(shown, ReadThrough):
                 yield from (value for value in own.values() if isinstance(value, Tensor))

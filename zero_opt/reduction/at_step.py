@@ -30,7 +30,7 @@ class _Signature:
         self._seen = [(_no_grad, None) if grad is None else (weakref.ref(grad), version_of(grad)) for grad in grads]
 
     def matches(self, params: Sequence[Tensor]) -> bool:
-        """Return whether the gradients are the same, with none of added parameters, and no one has written to them."""
+        """Return whether these are still the same, unwritten gradients, and parameters added since have none."""
         known = len(self._seen)
         return all(param.grad is None for param in params[known:]) and all(
             seen() is param.grad and version == (None if param.grad is None else version_of(param.grad))

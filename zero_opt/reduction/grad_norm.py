@@ -31,7 +31,7 @@ def check_only_norm(call: str, usage: str, others: Sequence[object], options: Ma
     if others or options:
         raise ConfigTypeError(
             f"{call} takes the norm alone, as in {usage}: it clips the gradients of all parameters by their L2 norm; "
-            f"got {1 + len(others)} values and {sorted(options)}"
+            f"got {len(others)} more values and the keywords {sorted(options)}"
         )
 
 

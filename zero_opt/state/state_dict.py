@@ -148,7 +148,7 @@ def match(
     matched: dict[int, Mapping[str, Any]] = {}
     for saved_id, state in state_dict["state"].items():
         with refused.each():
-            if whole and _is_besides(saved_id, index_of):
+            if whole and _is_extra_state(saved_id, index_of):
                 continue
             if saved_id not in index_of:
                 raise StateDictError(f"the state dict has state for parameter {saved_id!r}, which is in no param group")
@@ -160,9 +160,10 @@ def match(
     return matched
 
 
-def _is_besides(saved_id: Any, index_of: Mapping[Any, int]) -> bool:
-    """Return whether state is what the wrapped class keeps besides its parameters', not a parameter's by its number as
-    text, which a file has whose keys are all text.
+def _is_extra_state(saved_id: Any, index_of: Mapping[Any, int]) -> bool:
+    """Return whether this state belongs to the wrapped class and not to a parameter.
+
+    A parameter's number as text (``"0"``) does not count as extra: a file whose keys are all text has such keys.
     """
     if not isinstance(saved_id, str) or saved_id in index_of:
         return False
@@ -285,6 +286,7 @@ def fitted(
     saved_groups: Sequence[Mapping[str, Any]],
     optimizer_class: type[torch.optim.Optimizer],
     refused: Refused,
+    defaults: Mapping[str, Any],
 ) -> tuple[dict[int, Mapping[str, Any]], list[dict[str, Any]]]:
     """Refuse state and hyperparameters that a step of ``optimizer_class`` could not use, for torch's classes.
 
@@ -292,7 +294,7 @@ def fitted(
 
     Args:
         states: by global parameter index; a parameter without any state is new.
-        refused: takes errors in the state of single parameters.
+        refused: takes errors in the state of single parameters. defaults: what the optimizer was constructed with.
 
     Returns:
         The states that fit; and per group the hyperparameters, as the class completes those of older versions.
@@ -300,12 +302,12 @@ def fitted(
     Raises:
         StateDictError: names the first thing that does not fit.
     """
-    given = [refused.complete(saved, group) for saved, group in zip(saved_groups, param_groups, strict=True)]
+    given = [refused.complete(*pair) for pair in zip(saved_groups, param_groups, strict=True)]
     if not steps_params_apart(optimizer_class):
         return dict(states), [hypers_of(saved) for saved in given]
     fitting, completed, index = dict(states), [], 0
     for number, (group, saved) in enumerate(zip(param_groups, given, strict=True)):
-        hypers = _completed(optimizer_class, saved, number, group)
+        hypers = _completed(optimizer_class, saved, number, group["params"], {**hypers_of(group), **defaults})
         completed.append(hypers)
         made: dict[Any, Mapping[str, Any]] = {}
         fit: set[Any] = set()  # shape, dtype and device of parameters whose state is known to fit
@@ -330,19 +332,22 @@ def fitted(
 
 
 def _completed(
-    cls: type[torch.optim.Optimizer], saved: Mapping[str, Any], number: int, group: Mapping[str, Any]
+    cls: type[torch.optim.Optimizer],
+    saved: Mapping[str, Any],
+    number: int,
+    params: Sequence[Tensor],
+    own: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a saved group's hyperparameters, once the class has checked, completed, and made a step with them.
 
     Args:
-        group: the one that they are loaded into.
+        own: hyperparameters that the class accepts.
     """
     hypers, name = copy.deepcopy(hypers_of(saved)), cls.__name__
-    params = group["params"]
     device = tried_on(cls, params[0]) if params else None
     missing: list[str] = []
     try:
-        trial = trial_of(cls, hypers, group, torch.zeros(2, 2, device=device, dtype=torch.float32))
+        trial = trial_of(cls, hypers, own, torch.zeros(2, 2, device=device, dtype=torch.float32))
         needed = trial.hypers
         trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
         completed = trial.hypers

@@ -63,17 +63,22 @@ class Trial:
 
 
 def trial_of(
-    cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], group: Mapping[str, Any], like: Tensor
+    cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], own: Mapping[str, Any], like: Tensor
 ) -> Trial:
-    """Return a trial of a class that has taken these hyperparameters, or each of them among others that it takes.
+    """Return a trial of a class with these hyperparameters.
 
-    A step may do with values that the class refuses together: momentum that was set to 0 beside ``nesterov=True``.
+    If the class refuses them together but accepts each alone, the trial starts from ``own``, which it accepts: a step
+    may work with such a combination, as momentum 0 beside ``nesterov=True``.
 
     Raises:
         Exception: whatever the class raises about them.
     """
     known = inspect.signature(cls).parameters  # the class checks arguments, but not what stands in a group
-    arguments, own = ({key: value for key, value in of.items() if key in known} for of in (hypers, hypers_of(group)))
+
+    def taken(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key in known}
+
+    arguments, own = taken(hypers), taken(own)
     try:
         return Trial(cls, like, {}, **arguments)
     except ValueError as error:

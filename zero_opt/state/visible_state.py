@@ -56,7 +56,7 @@ class VisibleState:
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
         self._adopted = SameObjects()  # all of the owner's state when a look at it found no edit
-        self._memory = SameMemory()  # where its tensors lay then that the placement does not follow
+        self._memory = SameMemory()  # where the placement's array views lay at that look
         self._unedited = False  # since stand-ins were stepped last, as far as adopt_edits() has seen
 
     def add(self, added: Mapping[int, Kind]) -> None:
@@ -99,6 +99,7 @@ class VisibleState:
         self._show_live()
         if not self._adopted.are(self._held()):  # else the user could bring back what a step has replaced
             self._adopted.forget()
+            self._memory.forget()
         self._versions = self._versions_now()
         self.note_entries()
 
@@ -173,6 +174,7 @@ class VisibleState:
         self._owner.state.clear()
         self._live.clear()
         self._adopted.forget()
+        self._memory.forget()
         self._stand_ins.load(states)
 
     def adopt_edits(self) -> None:
@@ -208,14 +210,16 @@ class VisibleState:
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()
         self._adopted.forget()
+        self._memory.forget()
         if any(changed):
             self._show_live()
             for piece, replaced in zip(self._pieces, changed, strict=True):
-                if replaced and piece.param not in self._live:  # by what is no state, such as a buffer of None
+                # The entry holds no state any more: cleared, or a buffer of None.
+                if replaced and piece.param not in self._live:
                     self._owner.state.pop(self._params[piece.param], None)
         elif held:
             self._adopted.note(held)
-            self._memory.note(self._placement.shown())
+            self._memory.note(self._placement.array_views())
 
     def _held(self) -> list[Any]:
         """Return all objects of which one is another after an edit; none if entries may be edited otherwise."""

@@ -46,10 +46,13 @@ def _loaded() -> Any:
                 f"{module.__file__} is stale: it was built for another version of zero_opt; remove build/ and build it "
                 "again with what installed zero_opt, as `pip install --editable .`, or `make setup` in its repository"
             )
-    isa = os.environ.get("ZERO_OPT_ISA")
-    if isa and isa not in module.isas():
-        usable = ", ".join(module.isas())
-        raise NativeUnavailable(f"ZERO_OPT_ISA is {isa!r}; unset it or use one of {usable}, which this processor runs")
+    try:
+        module.isa()  # from here on what the process has
+    except RuntimeError as error:
+        isa, usable = os.environ.get("ZERO_OPT_ISA"), ", ".join(module.isas())
+        raise NativeUnavailable(
+            f"ZERO_OPT_ISA is {isa!r}; unset it or use one of {usable}, which this processor runs"
+        ) from error
     return module
 
 

@@ -66,6 +66,10 @@ class SameMemory:
         self._tensors = [*tensors]
         self._known = addresses(self._tensors)
 
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self.note(())
+
     def holds(self) -> bool:
         """Return whether all that were noted last lie where they lay."""
         return [*map(Tensor.data_ptr, self._tensors)] == self._known

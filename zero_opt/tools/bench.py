@@ -278,7 +278,8 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
         note: told what is measured next, how much is done, and of how much.
 
     Raises:
-        StorageFailed, OutOfMemory: ``path`` takes no file, or host memory not the model; before a process starts.
+        StorageFailed, OutOfResources: no file can be made in ``path``. OutOfMemory: the model does not fit in host
+            memory. Both before a process starts.
     """
     _check_room(bench)
     order, seconds, nbytes = _in_order(bench), dict[str, list[float]](), dict[str, int]()

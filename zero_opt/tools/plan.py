@@ -26,7 +26,7 @@ from .estimate import PLACES, check_numel, checked_device, estimate
 
 _GB_PER_S = {"device": 1500.0, "host": 100.0, "nvme": 3.0}
 _LINK_GB_PER_S = 25.0
-_IN_PLACE = {"device": "on the device", "host": "in host memory", "nvme": "on the disk"}
+_WHERE = {"device": "on the device", "host": "in host memory", "nvme": "on the disk"}
 # Memory grows evenly with the elements of a rank from here on; larger numbers are read off two smaller ones.
 _FEW, _MORE = 400_000_000, 800_000_000
 # Of more ranks each has what it would have of fewer, of a smaller model, but for the parameters.
@@ -277,12 +277,12 @@ def as_table(choices: Sequence[Choice], machines: Machines) -> str:
 
 
 def _nearest(choices: Sequence[Choice]) -> str:
-    """Say which choice lacks least, and where, if none fits."""
+    """Name the choice that lacks the least memory, and where."""
     choice = min(choices, key=lambda choice: sum(choice.lacks.values()))
-    missing = " and ".join(f"{nbytes / 1e9:,.2f} GB {_IN_PLACE[place]}" for place, nbytes in choice.lacks.items())
+    missing = " and ".join(f"{nbytes / 1e9:,.2f} GB {_WHERE[place]}" for place, nbytes in choice.lacks.items())
     return (
-        f"Nothing fits. Least is missing for offload {choice.offload}, {choice.says}, parameters {choice.params}: "
-        f"{missing}. Take more ranks, more memory there, or a smaller model."
+        f"Nothing fits. The closest is offload {choice.offload} ({choice.says}, parameters {choice.params}), which "
+        f"lacks {missing}. Add ranks or memory, or use a smaller model."
     )
 
 

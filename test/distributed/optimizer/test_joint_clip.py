@@ -176,7 +176,7 @@ def test_a_gradient_that_is_not_finite_stops_all_optimizers(policy: str, skipped
     results = run_threads(2, nonfinite, policy, bad)
     for said, counts, params in results:
         assert counts == skipped
-        named = said.startswith("of optimizer 1 (AdamW), the mean gradient of parameter 1 ")
+        named = said.startswith("optimizer 1 (AdamW): the mean gradient of parameter 1 ")
         assert named == (policy == "raise")
         assert_bitwise(params, results[0][2])
 
@@ -262,3 +262,35 @@ def _after_the_group_was_destroyed(rank: int, world_size: int) -> None:
 
 def test_optimizers_go_on_after_their_group_was_destroyed() -> None:
     run_processes(2, _after_the_group_was_destroyed)
+
+
+def _mistaken(rank: int, world_size: int, mistake: str) -> str:
+    optimizers: list[Any] = [
+        zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(9))], torch.optim.SGD, lr=0.1) for _ in range(2)
+    ]
+    given = list(optimizers)
+    if rank == 0:
+        given = {"twice": [*given, given[0]], "plain": [given[0], torch.optim.SGD([nn.Parameter(torch.ones(1))])]}[
+            mistake
+        ]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"][0].sum().backward()
+    with pytest.raises((zero_opt.ConfigError, zero_opt.ConfigTypeError)) as caught:
+        zero_opt.clip_grad_norm_(given, 1.0)
+    assert float(zero_opt.clip_grad_norm_(optimizers, 1e9)) == pytest.approx(18**0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.close()
+    return f"{type(caught.value).__name__} {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("twice", "ConfigError {}zero_opt.clip_grad_norm_() was given the same"),
+        ("plain", "ConfigTypeError {}zero_opt.clip"),
+    ],
+)
+def test_a_mistake_of_one_rank_in_the_list_is_raised_on_every_rank(mistake: str, says: str) -> None:
+    for rank, said in enumerate(run_threads(2, _mistaken, mistake)):
+        assert said.startswith(says.format("rank 0: " if rank else ""))

@@ -380,7 +380,8 @@ def _momentum_off(rank: int, world_size: int) -> None:
     plain.param_groups[0]["momentum"] = 0.0
     params = [nn.Parameter(param.detach().clone()) for param in theirs]
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, reduction=zero_opt.AtStep(), **options)
-    optimizer.load_state_dict(plain.state_dict())
+    for _ in range(2):  # into groups with and without a momentum
+        optimizer.load_state_dict(plain.state_dict())
     for stepped, opt in ((params, optimizer), (theirs, plain)):
         _fill(stepped)
         opt.step()

@@ -197,6 +197,7 @@ MOVES: dict[str, Callable[[Any, str], Any]] = {
     "set": lambda state, key: state[key].set_(torch.zeros_like(state[key])),
     "swapped": lambda state, key: torch.utils.swap_tensors(state[key], torch.zeros_like(state[key])),
 }
+UNTOUCHED = "untouched"
 COMPACT = zero_opt.AdamState("bfloat16", None)
 
 
@@ -209,7 +210,7 @@ def _moved(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
     ]
     for cls, options in kinds:
         ends: dict[str, list[torch.Tensor]] = {}
-        for way, move in MOVES.items():
+        for way, move in {**MOVES, UNTOUCHED: lambda state, key: None}.items():
             params = [nn.Parameter(torch.ones(numel)) for numel in (300, 64)]
             optimizer = zero_opt.ShardedOptimizer(params, cls, lr=0.1, offload=PLACES[name](folder), **options)
             for step in range(4):
@@ -224,7 +225,9 @@ def _moved(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
             ends[way] = [param.detach().clone() for param in params]
             optimizer.close()
         wrong += [
-            f"{cls.__name__}, {way}" for way, end in ends.items() if not all(map(torch.equal, end, ends["assigned"]))
+            f"{cls.__name__}, {way}"
+            for way, end in ends.items()
+            if all(map(torch.equal, end, ends["assigned"])) == (way == UNTOUCHED)
         ]
     return wrong
 

@@ -167,7 +167,7 @@ def _refused(rank: int, world_size: int, cls: Any, edit: dict[str, Any], offload
 
 
 @PLACED
-def test_bits_that_the_place_has_not_are_refused_on_every_rank(place: str, tmp_path: Path) -> None:
+def test_unsupported_step_forms_are_refused_on_every_rank(place: str, tmp_path: Path) -> None:
     edit = {"fused": None, "foreach": True}
     for name, text in run_processes(2, _refused, torch.optim.SGD, edit, PLACES[place](tmp_path)):
         assert name == "UnsupportedOptimizer" and "group 2 has fused=None, foreach=True, and " in text
@@ -177,3 +177,49 @@ def test_amsgrad_while_the_first_step_is_pending_is_refused_on_every_rank() -> N
     offload = zero_opt.WorkerOffload(delay=1)
     for name, text in run_processes(2, _refused, torch.optim.AdamW, {"amsgrad": True}, offload):
         assert name == "ConfigConflict" and "param group 2: amsgrad cannot be switched on after the first step" in text
+
+
+def _second_group_later(rank: int, world_size: int, late: bool) -> list[Tensor]:
+    groups = _groups()
+    offload = zero_opt.WorkerOffload(delay=1, selective=SELECTIVE)
+    for group in groups[:2]:
+        group["amsgrad"] = False
+    optimizer = _sharded([groups[0], {**groups[2], "amsgrad": not late}], torch.optim.AdamW, offload, lr=0.1)
+    params = [groups[0]["params"][0], groups[2]["params"][0]]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        used = params[: 1 if step < 2 else 2]
+        torch.autograd.backward(used, [values(step, 1, 0, at, tuple(param.shape)) for at, param in enumerate(used)])
+        if step == 2 and late:
+            optimizer.param_groups[1]["amsgrad"] = True
+            with pytest.raises(zero_opt.ConfigConflict, match=r"while a step is pending; call opt\.flush"):
+                optimizer.step()
+        if step == 2:
+            optimizer.flush()
+        optimizer.step()
+    optimizer.flush()
+    found = _params(optimizer)
+    optimizer.close()
+    return found
+
+
+def test_amsgrad_of_columns_while_another_group_s_step_is_pending_needs_a_flush() -> None:
+    wanted, found = (run_processes(2, _second_group_later, late) for late in (False, True))
+    assert_bitwise(found, wanted)
+
+
+def _foreach_of_columns(rank: int, world_size: int) -> str:
+    groups = _groups()
+    optimizer = _sharded(groups, torch.optim.AdamW, zero_opt.CPUOffload(selective=SELECTIVE), lr=0.1)
+    _backward(groups, 0)
+    optimizer.step()
+    optimizer.param_groups[2].update(fused=False, foreach=True)
+    with pytest.raises(zero_opt.UnsupportedOptimizer) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_columns_are_not_stepped_otherwise_than_the_rest() -> None:
+    for said in run_processes(2, _foreach_of_columns):
+        assert "group 2 has fused=False, foreach=True" in said

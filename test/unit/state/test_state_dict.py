@@ -205,7 +205,7 @@ def test_what_a_class_saves_it_takes_back(cls: Any, shape: tuple[int, ...]) -> N
     param.grad = torch.ones(shape)
     optimizer.step()
     saved = optimizer.state_dict()
-    _, (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls, STRICT)
+    _, (hypers,) = fitted(saved["state"], optimizer.param_groups, saved["param_groups"], cls, STRICT, {})
     assert hypers == {k: v for k, v in saved["param_groups"][0].items() if k != "params"}
 
 
@@ -220,7 +220,7 @@ def test_state_of_classes_that_are_not_elementwise_is_checked_too(key: str, valu
     saved = optimizer.state_dict()
     saved["state"][0][key] = value
     with pytest.raises(StateDictError, match=f"state '{key}' of parameter 0"):
-        fitted(saved["state"], optimizer.param_groups, saved["param_groups"], torch.optim.Adafactor, STRICT)
+        fitted(saved["state"], optimizer.param_groups, saved["param_groups"], torch.optim.Adafactor, STRICT, {})
 
 
 def test_classes_of_others_are_not_tried_out() -> None:
@@ -232,13 +232,13 @@ def test_classes_of_others_are_not_tried_out() -> None:
     optimizer = Other([Parameter(torch.ones(3))])
     states = {0: {"x": 1}}
     saved_groups = [{"lr": "fast", "params": [0]}]
-    assert fitted(states, optimizer.param_groups, saved_groups, Other, STRICT) == (states, [{"lr": "fast"}])
+    assert fitted(states, optimizer.param_groups, saved_groups, Other, STRICT, {}) == (states, [{"lr": "fast"}])
 
 
 def test_a_group_of_frozen_params_of_any_dtype() -> None:
     frozen = Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": []}])
-    fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW, STRICT)
+    fitted({}, optimizer.param_groups, optimizer.state_dict()["param_groups"], torch.optim.AdamW, STRICT, {})
 
 
 def test_numbers_of_parameters_as_text_are_no_state_besides() -> None:
@@ -258,11 +258,11 @@ def test_values_that_the_class_refuses_only_together_are_taken_if_a_step_does() 
     optimizer.param_groups[0]["momentum"] = 0.0
     saved = optimizer.state_dict()["param_groups"]
     fresh = torch.optim.SGD([Parameter(torch.ones(3))], lr=0.1, momentum=0.9, nesterov=True)
-    _, groups = fitted({}, fresh.param_groups, saved, torch.optim.SGD, STRICT)
+    _, groups = fitted({}, fresh.param_groups, saved, torch.optim.SGD, STRICT, {})
     assert groups[0]["momentum"] == 0.0 and groups[0]["nesterov"] is True
     for key, value in (("momentum", -0.5), ("lr", -1.0), ("lr", "fast")):
         with pytest.raises(StateDictError, match="SGD refuses param group 0"):
-            fitted({}, fresh.param_groups, [{**saved[0], key: value}], torch.optim.SGD, STRICT)
+            fitted({}, fresh.param_groups, [{**saved[0], key: value}], torch.optim.SGD, STRICT, {})
 
 
 # -- cutting ----------------------------------------------------------------------------------------------------------

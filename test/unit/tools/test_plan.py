@@ -141,8 +141,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int
     nearest = min(choices, key=lambda choice: sum(choice["lacks"].values()))
     assert list(nearest["lacks"]) == [place]
     said = _run(capsys, *given).splitlines()[-1]
-    assert said.startswith(f"Nothing fits. Least is missing for offload {nearest['offload']}, {nearest['says']}, ")
-    assert f": {nearest['lacks'][place] / 1e9:,.2f} GB {words}. Take more ranks" in said
+    assert said.startswith(f"Nothing fits. The closest is offload {nearest['offload']} ({nearest['says']}, ")
+    assert f"which lacks {nearest['lacks'][place] / 1e9:,.2f} GB {words}. Add ranks" in said
 
 
 @pytest.mark.parametrize(

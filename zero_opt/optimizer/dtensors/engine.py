@@ -59,9 +59,9 @@ class DTensorSingleRank(SingleRank):
             if grad is not None:
                 grad.mul_(factor.to(grad.device))
 
-    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         with self._mesh.during("clip_grad_norm_()"):
-            return super().clip(max_norm, joint)
+            return super().clip(max_norm, joint, error)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -130,9 +130,9 @@ class DTensorEngine(ShardedEngine):
         finally:
             self._view.note_writes()
 
-    def clip(self, max_norm: object, joint: Joint = alone) -> Tensor:
+    def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         with self._mesh.during("clip_grad_norm_()"):
-            return super().clip(max_norm, joint)
+            return super().clip(max_norm, joint, error)
 
     @property
     def ranks(self) -> tuple[int, ...]:

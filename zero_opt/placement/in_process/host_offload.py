@@ -31,7 +31,7 @@ from ...system.devices import HOST, build_streams, is_host
 from ...system.pinned_memory import HostMemory, host_memory, pinned_memory
 from ..compact_state import form_of
 from .placement import DevicePlacement, Work
-from .units import DeviceUnits, Mastered, Rounding, SliceGrads, Unit, on_device
+from .units import DeviceUnits, Mastered, ResultCopies, SliceGrads, Unit, on_device
 
 _MIB = 2**20
 # Every run of a slice begins at a multiple of this.
@@ -190,7 +190,7 @@ class InHost(Mastered):
     def target(self, position: int) -> Tensor:
         return self._results[position]
 
-    def to_round(self, positions: Sequence[int]) -> Rounding:
+    def result_copies(self, positions: Sequence[int]) -> ResultCopies:
         if self.stepped is self._results:
             return (), ()
         return (), [(self._results[at], self.stepped[at]) for at in positions]

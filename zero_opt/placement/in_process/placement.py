@@ -222,7 +222,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             copies: list[tuple[Tensor, Tensor]] = []
             for work in works:
                 work.unit.show_masters(work.positions, self._optimizer.state)
-                flats, pairs = work.unit.to_round(work.positions)
+                flats, pairs = work.unit.result_copies(work.positions)
                 written += flats
                 copies += pairs
             # One call: of one per bucket, the host would take longer to give them than an accelerator to make them.
@@ -392,7 +392,7 @@ def _searchable(ids: list[int]) -> Sequence[int]:
 def _scaled(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], grad_scale: float) -> list[Tensor]:
     """Gradients, scaled, as the parameters they are for, of these dtypes: scaled in the wider of the two dtypes.
 
-    What is done to all is one call, which an accelerator is given sooner than a call for each.
+    Widening, and scaling what was widened, is one call for all: an accelerator is given it sooner than one for each.
     """
     fitted = _widened(grads, dtypes)
     if grad_scale != 1:

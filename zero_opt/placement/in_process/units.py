@@ -22,15 +22,15 @@ from ..masters import MasterShard, slices_of
 SliceGrads = Sequence[tuple[int, Tensor]]
 # Live states of an optimizer, by what it steps.
 StatesByTensor = MutableMapping[Tensor, dict[str, Any]]
-# The parameters that are written to, and what is copied: pairs of target and source.
-Rounding = tuple[Sequence[FlatParam], Sequence[tuple[Tensor, Tensor]]]
+# The parameters that are written to, and pairs of target and source.
+ResultCopies = tuple[Sequence[FlatParam], Sequence[tuple[Tensor, Tensor]]]
 
 
 class Unit(MasterShard):
     """Slices of one bucket that are stepped together, named by their position among those given.
 
     In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
-    :meth:`target`; a class steps ``stepped``, and what :meth:`to_round` gives is copied. :meth:`send` comes last.
+    :meth:`target`; a class steps ``stepped``, and :meth:`result_copies` are made. :meth:`send` comes last.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket.
@@ -82,8 +82,8 @@ class Unit(MasterShard):
         """Where the native kernel writes the new parameter, of the shape and strides of what is stepped."""
         return self._targets[position]
 
-    def to_round(self, positions: Sequence[int]) -> Rounding:
-        """Return what brings the values that a class has stepped to :meth:`target`."""
+    def result_copies(self, positions: Sequence[int]) -> ResultCopies:
+        """What to copy after a class has stepped, for the values to be at :meth:`target`."""
         return [self.flats[position] for position in positions], self.copies(positions)
 
     def send(self, positions: Sequence[int]) -> None:
@@ -151,8 +151,8 @@ class InPlace(Unit):
     def repoint(self, position: int) -> None:
         self.stepped[position].data = self.part(position)
 
-    def to_round(self, positions: Sequence[int]) -> Rounding:  # noqa: ARG002
-        """Return nothing: what is stepped is the target."""
+    def result_copies(self, positions: Sequence[int]) -> ResultCopies:  # noqa: ARG002
+        """Nothing: what is stepped is the target."""
         return (), ()
 
 

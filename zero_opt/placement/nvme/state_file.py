@@ -47,7 +47,10 @@ def _open(folder: str) -> int:
 
 @contextmanager
 def _storage_errors(what: str, hint: str = "") -> Iterator[None]:
-    """Within it, an error of the system's is StorageFailed, or OutOfResources: what went wrong, why, and advice."""
+    """Within the context, an OSError becomes StorageFailed, or OutOfResources if there is no descriptor.
+
+    The message says what failed, why, and what to do.
+    """
     try:
         yield
     except StorageFailed:

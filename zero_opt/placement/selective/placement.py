@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from ...comm.groups import Group
-from ...errors import StepPending, ZeroOptError
+from ...errors import ConfigConflict, StepPending, ZeroOptError
 from ...kernels import adam_update_
 from ...kernels.functions import ADAM
 from ...policies import AdamState, Selective
 from ...reduction.interface import GradShard, used_buckets
 from ...sharding.buckets import GradBucket
+from ...system.failures import on_failure
 from ..in_process.native_steps import NativeSteps
 from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
-from ..native_rules import WINDOW, require_fitting, say_without_masters
+from ..native_rules import WINDOW, check_fused, require_fitting, say_without_masters
 from ..read_through import ReadThrough
 from .column_slice import ColumnSlice, is_trusted
 from .column_state import SavedColumns
@@ -86,16 +87,21 @@ class SelectivePlacement(Placement):
         self._roles.append(ADAM.roles(hypers))
 
     def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        for number, group in enumerate(groups):
+            check_fused("Selective", number, group)
         return self._inner.lacks_room(groups) or any(map(self._new_roles, range(len(groups)), groups))
 
     def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._inner.make_room(groups)
-        for number, group in enumerate(groups):
-            if added := self._new_roles(number, group):
-                self._roles[number] = (*self._roles[number], *added)
-                for index, column_slice in self._slices.items():
-                    if column_slice.group == number and not column_slice.stepped:
-                        self._load_slice(index, {})
+        added = [self._new_roles(number, group) for number, group in enumerate(groups)]
+        if any(added) and self._inner.pending:
+            raise ConfigConflict("amsgrad cannot be switched on while a step is pending; call opt.flush() before that")
+        before = self._roles
+        with on_failure(partial(setattr, self, "_roles", before)):
+            self._roles = [(*roles, *more) for roles, more in zip(before, added, strict=True)]
+            self._inner.make_room(groups)
+        for index, column_slice in self._slices.items():
+            if added[column_slice.group] and not column_slice.stepped:
+                self._load_slice(index, {})
 
     def _new_roles(self, number: int, group: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(role for role in ADAM.roles(group) if role not in self._roles[number])
