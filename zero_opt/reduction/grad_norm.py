@@ -29,9 +29,10 @@ def check_only_norm(call: str, usage: str, others: Sequence[object], options: Ma
         call, usage: its name, and how to write it. others, options: what it was given beyond the norm.
     """
     if others or options:
+        more = ", ".join([*map(quoted, others), *(f"{key}={quoted(value)}" for key, value in options.items())])
         raise ConfigTypeError(
             f"{call} takes the norm alone, as in {usage}: it clips the gradients of all parameters by their L2 norm; "
-            f"got {len(others)} more values and the keywords {sorted(options)}"
+            f"got {more} too"
         )
 
 
