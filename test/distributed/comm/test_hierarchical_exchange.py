@@ -238,7 +238,10 @@ def lose(rank: int, world_size: int, lost: int) -> str:
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_rank_that_is_killed_is_named_on_every_host(lost: int) -> None:
     results = run_processes(4, lose, lost, expect_errors=True)
-    assert all(f"rank {lost} " in str(text) for rank, text in enumerate(results) if rank != lost), results
+    unnamed = [
+        f"rank {rank}: {text}" for rank, text in enumerate(results) if rank != lost and f"rank {lost} " not in text
+    ]
+    assert not unnamed, "\n".join(unnamed)
 
 
 class Stumbles(torch.optim.SGD):
