@@ -161,8 +161,8 @@ class WorkerOffload:
 
     For Adam, AdamW, SGD, Adagrad, CPULion and this package's classes of those, with the fused formula, and parameters
     in fp32, bf16 or fp16. All is fp32 unless, of Adam and AdamW, :class:`AdamState` or ``precision`` says otherwise.
-    SGD's momentum may be switched on at any step. A worker that dies in the middle of a step loses
-    nothing: its successor finishes the step with the same bits.
+    SGD's momentum may be switched on at any step. A worker that dies in the middle of a step loses nothing: its
+    successor finishes the step with the same bits.
 
     Attributes:
         delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the

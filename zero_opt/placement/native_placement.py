@@ -16,7 +16,7 @@ from ..system.failures import on_failure
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
-from .native_rules import check_fused, require_fitting, say_without_masters
+from .native_rules import new_roles, require_fitting, say_without_masters
 from .read_through import ReadThrough
 from .state_shard import Kept, StateShard
 
@@ -78,12 +78,10 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         del self._roles[kept:]
 
     def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        for number, group in enumerate(groups):
-            check_fused(self._policy_name, number, group)
-        return any(map(self._new_roles, range(len(groups)), groups))
+        return any(new_roles(self._policy_name, self._kept.update, groups, self._roles))
 
     def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        added = [self._new_roles(number, group) for number, group in enumerate(groups)]
+        added = new_roles(self._policy_name, self._kept.update, groups, self._roles)
         pending = {shard.bucket.layout.group for shard, _ in self._unsettled()}
         for number in pending:
             for role in self._kept.update.needed(added[number]) if added[number] else ():
@@ -97,10 +95,6 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
             self._roles = [(*roles, *more) for roles, more in zip(before, added, strict=True)]
             self._await_copies()
             self._place_missing()
-
-    def _new_roles(self, number: int, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return which arrays a step of a group has that have no place."""
-        return tuple(role for role in self._kept.update.roles(group) if role not in self._roles[number])
 
     def _register(self, shards: Iterable[ShardT]) -> None:
         """Note which shard has which parameters, and make the masters of those that have state from the start."""

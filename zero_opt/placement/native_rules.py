@@ -54,6 +54,22 @@ def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
         )
 
 
+def new_roles(
+    policy: str, update: NativeUpdate, groups: Sequence[Mapping[str, Any]], placed: Sequence[Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """Return, per param group, which arrays a step has that have no place, as options may have been edited.
+
+    Raises:
+        UnsupportedOptimizer: as :func:`check_fused`.
+    """
+    for number, group in enumerate(groups):
+        check_fused(policy, number, group)
+    return [
+        tuple(role for role in update.roles(group) if role not in known)
+        for group, known in zip(groups, placed, strict=True)
+    ]
+
+
 @functools.cache
 def say_fused(policy: str, names: str, hint: str = "") -> None:
     """Log, once, that classes are stepped with other bits than the user may expect."""

@@ -29,7 +29,7 @@ from ..in_process.placement import DevicePlacement
 from ..in_process.units import DeviceUnits
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
-from ..native_rules import WINDOW, check_fused, require_fitting, say_without_masters
+from ..native_rules import WINDOW, new_roles, require_fitting, say_without_masters
 from ..read_through import ReadThrough
 from .column_slice import ColumnSlice, is_trusted
 from .column_state import SavedColumns
@@ -87,12 +87,11 @@ class SelectivePlacement(Placement):
         self._roles.append(ADAM.roles(hypers))
 
     def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        for number, group in enumerate(groups):
-            check_fused("Selective", number, group)
-        return self._inner.lacks_room(groups) or any(map(self._new_roles, range(len(groups)), groups))
+        added = new_roles("Selective", ADAM, groups, self._roles)
+        return self._inner.lacks_room(groups) or any(added)
 
     def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        added = [self._new_roles(number, group) for number, group in enumerate(groups)]
+        added = new_roles("Selective", ADAM, groups, self._roles)
         if any(added) and self._inner.pending:
             raise ConfigConflict("amsgrad cannot be switched on while a step is pending; call opt.flush() before that")
         before = self._roles
@@ -102,9 +101,6 @@ class SelectivePlacement(Placement):
         for index, column_slice in self._slices.items():
             if added[column_slice.group] and not column_slice.stepped:
                 self._load_slice(index, {})
-
-    def _new_roles(self, number: int, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(role for role in ADAM.roles(group) if role not in self._roles[number])
 
     def drop_groups(self, kept: int) -> None:
         self._inner.drop_groups(kept)
