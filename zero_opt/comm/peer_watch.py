@@ -44,8 +44,8 @@ LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 _STORE_S = 2.0
 # How long a rank may take to read what all ranks have put down there.
 _REPORT_S = 1.0
-# A connection is closed a little before its process has ended.
-_CLOSING_S = 0.3
+# A connection is closed a little before its process has ended, which takes longer where many processes run.
+_CLOSING_S, _ENDING_S = 0.3, 5.0
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
 # How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
@@ -332,14 +332,12 @@ class Watch:
         return self._given_up
 
     def leave_broken(self, rank: int, text: str, ask: Callable[[], None] | None) -> None:
-        """Leave, and tell the others of a rank whose connection has broken without an announcement, unless it goes on.
+        """Leave, and tell the others of a rank whose connection has broken without an announcement.
 
         Args:
             text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
         """
-        alive = self.lives(rank)
-        if alive and not network_failed(text):
-            return
+        alive = self._lives(rank, _CLOSING_S if network_failed(text) else _ENDING_S)
         silent = rank not in self._near and not closed_by_peer(text)
         self.doubt(rank)
         alive |= silent and ask is not None and self._says_alive(rank, ask)
@@ -396,10 +394,10 @@ class Watch:
             return None
         return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
 
-    def lives(self, rank: int) -> bool:
-        """Return whether a rank of this host still runs a little after its connection has broken."""
+    def _lives(self, rank: int, seconds: float) -> bool:
+        """Return whether a rank of this host still runs so long after its connection has broken."""
         process = self._near.get(rank)
-        return process is not None and not until(process.has_ended, _CLOSING_S)
+        return process is not None and not until(process.has_ended, seconds)
 
     def _leave_departed(self, departure: Departure, text: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from zero_opt.comm import process_identity, shared_memory_exchange
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.lazy_gloo import partners
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
+from zero_opt.comm.process_identity import ProcessIdentity
 from zero_opt.comm.shared_memory_exchange import HostExchange
 from zero_opt.tools.estimate import estimate
 
@@ -224,8 +226,19 @@ def test_a_rank_that_cannot_map_its_hosts_memory_makes_all_use_messages() -> Non
     assert run_processes(4, cannot_map) == [PairwiseExchange.__name__] * 4
 
 
-def lose(rank: int, world_size: int, lost: int) -> str:
+def ends_slowly(seconds: float) -> None:
+    """Have the other processes of this host seem to run for so long after they have ended."""
+    has_ended, seen = ProcessIdentity.has_ended, dict[int, float]()
+
+    def later(process: ProcessIdentity) -> bool:
+        return has_ended(process) and time.monotonic() - seen.setdefault(process.pid, time.monotonic()) > seconds
+
+    ProcessIdentity.has_ended = later  # type: ignore[method-assign]
+
+
+def lose(rank: int, world_size: int, lost: int, ending_s: float) -> str:
     on_hosts_of(2, rank)
+    ends_slowly(ending_s)
     opt, params = make("auto", FLOATS)
     train(opt, params, rank, 2)
     if rank == lost:
@@ -235,9 +248,10 @@ def lose(rank: int, world_size: int, lost: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("lost", [0, 3])
-def test_a_rank_that_is_killed_is_named_on_every_host(lost: int) -> None:
-    results = run_processes(4, lose, lost, expect_errors=True)
+@pytest.mark.parametrize(("lost", "ending_s"), [(0, 0.0), (3, 0.0), (0, 1.0)])
+def test_a_rank_that_is_killed_is_named_on_every_host(lost: int, ending_s: float) -> None:
+    """Also where its connections are closed long before its process has ended, as on a busy host."""
+    results = run_processes(4, lose, lost, ending_s, expect_errors=True)
     unnamed = [
         f"rank {rank}: {text}" for rank, text in enumerate(results) if rank != lost and f"rank {lost} " not in text
     ]
