@@ -6,6 +6,7 @@ DTensors has made it already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,22 @@ def check_dtensor(param: Tensor, label: str) -> None:
         )
     if of.device_mesh.get_coordinate() is None:
         raise UnsupportedParam(f"{label} is a DTensor on {of.device_mesh}, which this rank is not in")
+
+
+def check_cut_for_muon(param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming the matrix, where a side is cut for more ranks than it is long.
+
+    ``torch.optim.Muon`` would fail in the middle of the step, with the momentum and the decay of weights written.
+    """
+    of: Any = param
+    for dim, length in enumerate(param.shape):
+        cuts = zip(of.device_mesh.shape, of.placements, strict=True)
+        ranks = math.prod(size for size, placement in cuts if placement.is_shard(dim))
+        if length < ranks:
+            raise UnsupportedParam(
+                f"{label} is cut by dimension {dim}, of length {length}, for {ranks} ranks, and torch.optim.Muon steps "
+                "no matrix that is shorter than that; give it to another optimizer, such as torch.optim.AdamW"
+            )
 
 
 def local_of(value: Tensor) -> Tensor:

@@ -40,7 +40,16 @@ from ...state.trial import is_known, state_after_a_step
 from ...system.inference_mode import version_of
 from ..config import Config
 from .fsdp import Shards
-from .local_parts import check_dtensor, counts_here, cut_like, full_copy, local_of, state_of_param, travels
+from .local_parts import (
+    check_cut_for_muon,
+    check_dtensor,
+    counts_here,
+    cut_like,
+    full_copy,
+    local_of,
+    state_of_param,
+    travels,
+)
 from .mesh_group import MeshGroup
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, and the norm to clip to.
@@ -53,6 +62,7 @@ class MeshParams:
     Attributes:
         shards: what FSDP does with the parameters.
         takes_plain: whether parameters may be plain tensors, whose gradients no rank reduces here.
+        by_muon: whether ``torch.optim.Muon`` steps the DTensors, which takes not all of them.
         call: the call of the user's that is under way, which ranks compare.
     """
 
@@ -61,6 +71,7 @@ class MeshParams:
     def __init__(self, config: Config) -> None:
         self.shards = Shards()
         self.takes_plain = isinstance(config.reduction, AlreadyReduced)
+        self.by_muon = config.optimizer_class is torch.optim.Muon
         self._checks, self._params = config.checks, list[Tensor]()
         self._groups: dict[Any, MeshGroup] = {}
         self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
@@ -310,6 +321,8 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
                 "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
             )
         check_dtensor(param, label)
+        if mesh is not None and mesh.by_muon and is_dtensor(param) and param.requires_grad:
+            check_cut_for_muon(param, label)
     if mesh is not None:
         mesh.add(params)
 

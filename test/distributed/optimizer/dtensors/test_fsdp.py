@@ -281,7 +281,7 @@ def test_what_the_user_does_between_steps_counts_as_in_torch() -> None:
 
 
 def _whole_classes(rank: int, world_size: int) -> None:
-    """With torch 2.13 Muon takes even parts alone, and Adafactor no matrices."""
+    """With torch 2.13 Adafactor takes no matrices."""
     for cls, name in ((torch.optim.Muon, "wide"), (torch.optim.Adafactor, "scale"), (torch.optim.NAdam, "up")):
         found = []
         for make in (cls, lambda params, cls=cls: zero_opt.ShardedOptimizer(params, cls)):
