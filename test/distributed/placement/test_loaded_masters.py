@@ -19,6 +19,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "split": {"fused": True, "precision": zero_opt.MixedPrecision(master_dtype="split")},
     "host": {"fused": True, "offload": zero_opt.CPUOffload()},
     "worker": {"fused": True, "offload": zero_opt.WorkerOffload(threads=1)},
+    "drafts": {"fused": True, "offload": zero_opt.WorkerOffload(threads=1, speculate=True)},
     "file": {"fused": True, "offload": zero_opt.NVMeOffload(tempfile.gettempdir(), threads=1)},
     "columns": {"fused": True, "offload": zero_opt.CPUOffload(selective=zero_opt.Selective(update_interval=1))},
 }

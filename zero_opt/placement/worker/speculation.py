@@ -8,6 +8,7 @@ same runs are made once more, with what is known by then. So no draft changes an
 to undo. What would make a draft another step, each of which is looked for:
 
 - hyperparameters that have been edited, state or parameters that were written to: by value, and by version counters;
+- a loaded master, which counts only where the parameter is what it rounds to: the step looks at the parameter first;
 - a shard that is reduced into again (a second backward) or multiplied (clipped, unscaled): the bucket tells its reader;
 - a step that clips (``max_grad_norm``).
 
@@ -191,7 +192,7 @@ class SpeculativePlacement(WorkerPlacement):
         return (
             not self._factors.mostly_clipped
             and (unscale == 1.0 or (unscale < 1.0 and shard.grad_dtype is torch.float32))
-            and not any(map(shard.edited, range(len(shard.pieces))))
+            and not any(map(shard.to_read, range(len(shard.pieces))))
         )
 
     def _sum(self, shard: BankedShard) -> None:
@@ -310,7 +311,7 @@ class SpeculativePlacement(WorkerPlacement):
             grad_scale == 1.0
             and unscaled
             and draft == self._step_of(shard, groups[shard.bucket.layout.group], draft.unscale)
-            and not any(map(shard.edited, positions))
+            and not any(map(shard.to_read, positions))
         )
 
     def _learn(self, grads: Sequence[GradShard], grad_scale: float) -> None:
