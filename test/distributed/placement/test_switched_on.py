@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, values
+from zero_opt.placement.worker.banked_shard import BankedShard
 
 SELECTIVE = zero_opt.Selective(topk_ratio=0.5, update_interval=1)
 PLACES: dict[str, Callable[[Path], Any]] = {
@@ -74,20 +75,32 @@ def _momentum(rank: int, world_size: int, at: int, offload: Any, flush: bool) ->
     return found, state
 
 
-@pytest.mark.parametrize(("at", "flush"), [(0, False), (2, False), (2, True)])
-@PLACED
-def test_a_momentum_that_comes_later_begins_with_the_next_gradient(
-    place: str, at: int, flush: bool, tmp_path: Path
-) -> None:
+def _check_momentum(at: int, offload: Any, flush: bool) -> None:
     groups = _groups()
     plain = torch.optim.SGD(groups[:2], lr=0.1, fused=True)
     _momentum_steps(groups, plain, at, False)
-    found = run_processes(2, _momentum, at, PLACES[place](tmp_path), flush)
+    found = run_processes(2, _momentum, at, offload, flush)
     for params, _ in found:
         assert_bitwise(params, _params(plain))
     state = {index: entry for index, entry in found[0][1].items() if entry}
     assert_bitwise(state, {index: entry for index, entry in plain.state_dict()["state"].items() if entry})
     assert len(state) == 2
+
+
+@pytest.mark.parametrize(("at", "flush"), [(0, False), (2, False), (2, True)])
+@PLACED
+def test_a_momentum_that_comes_later_begins_with_the_next_gradient(
+    place: str, at: int, flush: bool, tmp_path: Path
+) -> None:
+    _check_momentum(at, PLACES[place](tmp_path), flush)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_momentum_that_stays_in_one_bank_is_noticed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without momentum writes the other bank, from which the step after it would read an older one."""
+    monkeypatch.setattr(BankedShard, "_carry_over", lambda *_: None)
+    with pytest.raises(AssertionError, match="elements differ"):
+        _check_momentum(at, zero_opt.WorkerOffload(speculate=True), False)
 
 
 def _scheduled(rank: int, world_size: int, offload: Any) -> list[Tensor]:
