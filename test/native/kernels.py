@@ -19,6 +19,9 @@ HYPERS: dict[str, Any] = {
     "decoupled": True,
     "maximize": False,
 }
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1, "nesterov": 0}
+ADAGRAD = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-10}
+LION = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 BLOCK = 64
 HALVES = (torch.bfloat16, torch.float16)
 GRAD_DTYPES = (torch.float32, *HALVES)

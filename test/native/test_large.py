@@ -5,18 +5,27 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from test.native.kernels import HYPERS, arrays, same_bits, step
+from test.native.kernels import ADAGRAD, HYPERS, LION, SGD, arrays, same_bits, step_of
 from zero_opt import _native
 
 PIECE = 1 << 21  # bytes
 TAIL = 1000
 NUMEL = 2**31 + TAIL
+# The kernel's name, hyperparameters, and the arrays of state.
+UPDATES: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "adam": ("adam", HYPERS, ("exp_avg", "exp_avg_sq")),
+    "adagrad": ("adagrad", ADAGRAD, ("sum",)),
+    "lion": ("lion", LION, ("exp_avg",)),
+    "sgd": ("sgd", SGD, ("momentum_buffer",)),
+    "without momentum": ("sgd", {**SGD, "momentum": 0}, ()),
+}
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -49,19 +58,40 @@ def last(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.float32)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
-def test_elements_beyond_two_to_the_31() -> None:
-    roles = ("param", "exp_avg", "exp_avg_sq")
-    (param, grad, exp_avg, exp_avg_sq, _), nbytes = arrays(TAIL), 4 * NUMEL
-    with repeated(nbytes) as a, repeated(nbytes) as b, repeated(nbytes) as c, repeated(nbytes) as d:
-        tails = [last(address, nbytes) for address in (a, b, c, d)]
-        for tail, values in zip(tails, (param, exp_avg, exp_avg_sq, grad)):
-            tail.copy_(values)
-        run = _native.UpdateRun(NUMEL, dict(zip(roles, (a, b, c))), step=3.0)
-        assert _native.update_step([(_native.Hypers("adam", **HYPERS), [run], [d])], threads=2) == 0
-        written = dict(zip(roles, (param, exp_avg, exp_avg_sq)))
-        step(written, grad)
-        assert all(same_bits(tail, written[role]) for tail, role in zip(tails, roles))
-        squares, bad = _native.grad_sum([(d, "float32", NUMEL)], threads=2)
-        assert bad == 0 and squares == pytest.approx(float(grad.double().square().sum()), rel=1e-12)
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+
+
+@contextmanager
+def large(values: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Addresses of arrays of zeros that end with these fp32 values, and the values there."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(repeated(4 * NUMEL)) for _ in values]
+        tails = [last(address, 4 * NUMEL) for address in addresses]
+        for tail, value in zip(tails, values, strict=True):
+            tail.copy_(value)
+        yield addresses, tails
         del tails
+
+
+@needs_memfd
+@pytest.mark.parametrize("case", UPDATES)
+def test_steps_of_elements_beyond_two_to_the_31(case: str) -> None:
+    """Zeros stay zeros under every update, however often they are stepped."""
+    update, hypers, roles = UPDATES[case]
+    param, grad, *_, positive, other = arrays(TAIL)
+    written = dict(zip(("param", *roles), (param, positive, other)))
+    with large([*written.values(), grad]) as (addresses, tails):
+        run = _native.UpdateRun(NUMEL, dict(zip(written, addresses)), step=3.0)
+        assert _native.update_step([(_native.Hypers(update, **hypers), [run], addresses[-1:])], threads=2) == 0
+        before = param.clone()
+        step_of(update, hypers, written, grad)
+        assert all(same_bits(tail, written[role]) for tail, role in zip(tails, written))
+        assert not same_bits(param, before)
+
+
+@needs_memfd
+def test_sums_of_elements_beyond_two_to_the_31() -> None:
+    grad = arrays(TAIL)[1]
+    with large([grad]) as ((address,), _):
+        squares, bad = _native.grad_sum([(address, "float32", NUMEL)], threads=2)
+        assert bad == 0 and squares == pytest.approx(float(grad.double().square().sum()), rel=1e-12)

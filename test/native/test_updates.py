@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from test.native.kernels import arrays, converted, same_bits, step_of
+from test.native.kernels import ADAGRAD, LION, SGD, arrays, converted, same_bits, step_of
 from zero_opt import _native
 
 ISAS = _native.isas()
-SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1, "nesterov": 0}
-ADAGRAD = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-10}
-LION = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 # Name, hyperparameters, and the array of state, if there is one.
 CASES = {
     "sgd": ("sgd", SGD, "momentum_buffer"),
