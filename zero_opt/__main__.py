@@ -36,7 +36,7 @@ from .tools import doctor
 from .tools.compare_ranks import print_comparison
 from .tools.drawing import require_drawable
 from .tools.estimate import MOST_RANKS_PER_HOST, estimate
-from .tools.plan import Machines, as_json, as_picture, as_table, plan
+from .tools.plan import PLANNED, Machines, as_json, as_picture, as_table, plan
 
 _REDUCTIONS = {"overlapped": Overlapped, "at-step": AtStep, "ddp-hook": DDPHook, "already-reduced": AlreadyReduced}
 _OFFLOADS: dict[str, Callable[..., Offload]] = {
@@ -110,10 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
     sizes.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
     sizes.add_argument("--mesh", action="store_true", help="hosts and ranks of each are a mesh, as the process group")
-    sizes.add_argument(
-        "--optimizer", type=_optimizer, default="AdamW", help=f"a class of torch.optim, or {', '.join(_NATIVE)}"
-    )
-    sizes.add_argument("--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable")
+    _add_optimizer(sizes, f"a class of torch.optim, or {', '.join(_NATIVE)}")
     sizes.add_argument("--param-dtype", type=_dtype, help="of the parameters (default: torch's, float32)")
     sizes.add_argument("--master", type=_master, help="of bf16 and fp16 parameters: float32, or split")
     sizes.add_argument("--moments", choices=MOMENT_FORMS, help="of CPUAdam(W): see AdamState (default float32)")
@@ -142,10 +139,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_optimizer(parser: argparse.ArgumentParser, classes: str) -> None:
+    parser.add_argument("--optimizer", type=_optimizer, default="AdamW", help=f"{classes} (default AdamW)")
+    parser.add_argument(
+        "--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable"
+    )
+
+
 def _add_plan(plans: argparse.ArgumentParser) -> None:
     plans.add_argument("numel", type=_numel, help="elements of all parameters, such as 7e9 or 7B; they run in bf16")
     plans.add_argument("--world", type=int, default=1, help="number of ranks (default 1)")
     plans.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
+    _add_optimizer(plans, f"one of {', '.join(cls.__name__ for cls in PLANNED)}")
     plans.add_argument("--device", default="cuda", help="where parameters are: cuda (default), cpu or another")
     plans.add_argument("--device-memory", type=_bytes, default=0.0, help="of each device, such as 80GB")
     plans.add_argument("--host-memory", type=_bytes, required=True, help="of each host, such as 512GB")
@@ -165,7 +170,7 @@ def _print_plan(given: argparse.Namespace) -> None:
         raise ConfigConflict(
             "--device-memory is not for --device cpu, whose parameters are in host memory; leave it out"
         )
-    choices = plan(given.numel, machines)
+    choices = plan(given.numel, machines, given.optimizer, **dict(given.option))
     print(json.dumps(as_json(choices), indent=2) if given.json else as_table(choices, machines))
     if given.plot:
         as_picture(choices, machines, given.plot)

@@ -1,7 +1,7 @@
 """``python -m zero_opt plan``: which offload and which form of state fit a machine, and which to prefer.
 
 [Note: what a step costs]
-An Adam step reads and writes its state once, so it takes about twice the bytes of the state by the bandwidth of where
+A step reads and writes its state once, so it takes about twice the bytes of the state by the bandwidth of where
 they lie, which the ranks of a host share but for their devices. Gradients and updated parameters cross the link of the
 device. Of what runs behind backward a tenth counts, as backward is not always long enough. The bandwidths are those of
 a usual server; only the order of the choices is meant to be right.
@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedOptimizer
 from ..field_checks import check_integer
-from ..kernels import CPUAdamW
+from ..kernels import CPUAdam, CPUAdamW, CPULion
+from ..kernels.table import NATIVE_CLASSES
 from ..placement import Offload
 from ..policies import AdamState, CPUOffload, MixedPrecision, NVMeOffload, WorkerOffload
 from ..system.devices import is_host
@@ -76,8 +78,21 @@ class _Placed(NamedTuple):
 
 
 class _Form(NamedTuple):
-    state: AdamState
-    says: str
+    """What is kept of a parameter: by which class, with which of its options, and how moments are stored."""
+
+    optimizer: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    moments: str = "float32"
+
+    @property
+    def native(self) -> bool:
+        """Whether the class steps on the CPU alone."""
+        return self.optimizer in NATIVE_CLASSES
+
+    @property
+    def says(self) -> str:
+        """The form in words, and whether the result is torch's."""
+        return _FORMS_SAY[self.moments] + ("" if self.native else ", torch's bits")
 
 
 _PLACED = (
@@ -94,11 +109,14 @@ _PLACED = (
         late=True,
     ),
 )
-_STATE_FORMS = (
-    _Form(AdamState(), "fp32 state, torch's bits"),
-    _Form(AdamState("bfloat16", None), "bf16 moments"),
-    _Form(AdamState("block8", None), "8-bit moments"),
-)
+_FORMS_SAY = {"float32": "fp32 state", "bfloat16": "bf16 moments", "block8": "8-bit moments"}
+# Classes with the same update that keep compact moments.
+_COMPACT: Mapping[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.AdamW: CPUAdamW,
+    torch.optim.Adam: CPUAdam,
+}
+# What can be planned: every offload steps them.
+PLANNED = (*_COMPACT, torch.optim.SGD, torch.optim.Adagrad, CPULion)
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,7 @@ class Choice:
     """One way to train, with what a rank holds.
 
     Attributes:
-        code: the line to write. says: how the result differs from plain AdamW with fp32 state.
+        code: the line to write. says: how the result differs from that of the class with fp32 state.
         offload: its name. params: whether every rank has all parameters, or FSDP2 shards them.
         nbytes: bytes on one rank, by place (``device``, ``host``, ``nvme``) and kind. On the CPU all is ``host``.
         exposed_s: about how long ``step()`` takes, for comparison; see the module.
@@ -126,18 +144,27 @@ class Choice:
         return sum(self.nbytes[place].values())
 
 
-def plan(numel: float, machines: Machines) -> list[Choice]:
+def plan(
+    numel: float,
+    machines: Machines,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **defaults: Any,
+) -> list[Choice]:
     """Return every choice for a model of ``numel`` elements that runs in bf16, those that fit and are best first.
 
     Choices with torch's bits come first, then compact state, then late updates; each by how long ``step()`` takes.
     Activations, what frameworks take for themselves and, under FSDP2, gathered layers are not counted: they need what
     is left.
 
+    Args:
+        optimizer_class: one of ``PLANNED``. defaults: its own arguments, such as ``momentum=0.9``.
+
     Raises:
         ConfigError: ``numel`` is not positive, or more than any machine addresses.
+        UnsupportedOptimizer: the class is none of ``PLANNED``.
     """
     check_numel(numel)
-    found = list(_choices(numel, machines))
+    found = list(_choices(numel, machines, _forms(optimizer_class, defaults)))
     order = {id(choice): turn for turn, (_, choice) in enumerate(sorted(found, key=_preference))}
     return sorted((choice for _, choice in found), key=lambda choice: order[id(choice)])
 
@@ -147,11 +174,24 @@ def _preference(entry: tuple[tuple[int, ...], Choice]) -> tuple[Any, ...]:
     return bool(choice.lacks), worth, sum(choice.lacks.values()), choice.exposed_s
 
 
-def _choices(numel: float, machines: Machines) -> Iterator[tuple[tuple[int, ...], Choice]]:
+def _forms(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> list[_Form]:
+    """Return the forms that the state of a class may have, the most exact first."""
+    if optimizer_class not in PLANNED:
+        names = ", ".join(cls.__name__ for cls in PLANNED)
+        raise UnsupportedOptimizer(
+            f"plan takes {names}, which every offload steps, not {optimizer_class.__name__}; python -m zero_opt "
+            "estimate takes any class"
+        )
+    compact = _COMPACT.get(optimizer_class)
+    found = [_Form(optimizer_class, options)]
+    return found + [_Form(compact, options, moments) for moments in ("bfloat16", "block8") if compact is not None]
+
+
+def _choices(numel: float, machines: Machines, forms: Sequence[_Form]) -> Iterator[tuple[tuple[int, ...], Choice]]:
     for placed in _PLACED:
-        for turn, form in enumerate(_STATE_FORMS):
-            if placed.offload is None and turn and not machines.on_host:
-                continue  # compact state is stepped on the CPU
+        for turn, form in enumerate(forms):
+            if placed.offload is None and form.native and not machines.on_host:
+                continue  # stepped on the CPU
             if isinstance(placed.offload, CPUOffload) and machines.on_host:
                 continue  # the same as none
             for fsdp in (False, True) if machines.world_size > 1 and not machines.on_host else (False,):
@@ -172,26 +212,38 @@ def _choice(numel: float, machines: Machines, placed: _Placed, form: _Form, *, f
 
 
 def _code(placed: _Placed, form: _Form, *, fsdp: bool) -> str:
-    plain = form.state == AdamState()
-    own = "" if plain else f"state=zero_opt.{_state(form, fsdp=fsdp)!r}"
-    masters = "" if fsdp or not plain or placed.offload else "precision=zero_opt.MixedPrecision(torch.float32)"
+    own = _arguments(placed, form, fsdp=fsdp)
     arguments = [
         "model.parameters()",
-        "torch.optim.AdamW" if plain else "zero_opt.CPUAdamW",
-        "lr=lr",
-        "fused=True" if plain else "",
-        masters,
-        own,
-        f"offload=zero_opt.{placed.code or placed.name}" if placed.offload else "",
+        f"{'zero_opt' if form.native else 'torch.optim'}.{form.optimizer.__name__}",
+        *([] if "lr" in own else ["lr=lr"]),
+        *(f"{name}={_written(value)}" for name, value in own.items()),
+        *([f"offload=zero_opt.{placed.code or placed.name}"] if placed.offload else []),
     ]
-    line = f"opt = zero_opt.ShardedOptimizer({', '.join(filter(None, arguments))})"
+    line = f"opt = zero_opt.ShardedOptimizer({', '.join(arguments)})"
     wrap = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); "
     return wrap + line if fsdp else line
 
 
-def _state(form: _Form, *, fsdp: bool) -> AdamState:
-    """The form in which state is kept: with masters in the second half of split ones, where parameters are bf16."""
-    return form.state if fsdp or form.state == AdamState() else AdamState(form.state.moments, "split")
+def _arguments(placed: _Placed, form: _Form, *, fsdp: bool) -> dict[str, Any]:
+    """Return what the optimizer is given besides parameters, class, ``lr`` and offload.
+
+    Where parameters are bf16, masters are in fp32, as an offload has them anyhow; of compact state, in the second half
+    of split ones.
+    """
+    if not form.native:
+        masters = {} if fsdp or placed.offload else {"precision": MixedPrecision(torch.float32)}
+        return {"fused": True, **form.options, **masters}
+    master = "split" if form.moments != "float32" else None if placed.offload else "float32"
+    state = AdamState(form.moments, None if fsdp else master)
+    return {**form.options, **({} if state == AdamState() else {"state": state})}
+
+
+def _written(value: object) -> str:
+    """Return an argument as code."""
+    if isinstance(value, MixedPrecision):
+        return f"zero_opt.MixedPrecision({value.master_dtype})"
+    return f"zero_opt.{value!r}" if isinstance(value, AdamState) else repr(value)
 
 
 def _held(numel: float, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> dict[str, Counter[str]]:
@@ -216,19 +268,14 @@ def _held(numel: float, machines: Machines, placed: _Placed, form: _Form, *, fsd
 def _estimated(
     numel: float, ranks: int, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool
 ) -> dict[str, Counter[str]]:
-    plain, options = form.state == AdamState(), dict[str, Any]()
-    if plain:
-        options |= {"fused": True} if fsdp else {"fused": True, "precision": MixedPrecision(torch.float32)}
-    else:
-        options["state"] = _state(form, fsdp=fsdp)
     found = estimate(
         numel,
         ranks,
-        torch.optim.AdamW if plain else CPUAdamW,
+        form.optimizer,
         offload=placed.offload,
         param_dtype=torch.float32 if fsdp else torch.bfloat16,
         device=machines.device,
-        **options,
+        **_arguments(placed, form, fsdp=fsdp),
     )
     if found.ranks_per_host != min(machines.ranks_per_host, ranks):
         found = found.on_hosts_of(machines.ranks_per_host)

@@ -12,11 +12,14 @@ import torch
 import zero_opt
 from zero_opt.__main__ import main
 from zero_opt.errors import ConfigError
+from zero_opt.kernels import CPULion
+from zero_opt.kernels.table import NATIVE_CLASSES, UPDATES
 from zero_opt.placement.native_rules import say_fused
 from zero_opt.tools import plan as planning
-from zero_opt.tools.plan import Choice, Machines, plan
+from zero_opt.tools.plan import PLANNED, Choice, Machines, plan
 
 GB, TB = 1e9, 1e12
+STATE_FORMS = planning._forms(torch.optim.AdamW, {})
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 
@@ -64,10 +67,10 @@ def test_three_machines() -> None:
     assert sharded.params == "FSDP2" and sharded.code.startswith("fully_shard(model")
 
 
-@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("form", [STATE_FORMS[0], STATE_FORMS[2]], ids=lambda form: form.moments)
 @pytest.mark.parametrize("placed", planning._PLACED[1:], ids=lambda placed: placed.name)
-def test_large_numbers_are_as_estimated(placed: Any, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, form, numel = machines(world_size=2, ranks_per_host=2), planning._STATE_FORMS[turn], 2.5e9
+def test_large_numbers_are_as_estimated(placed: Any, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, numel = machines(world_size=2, ranks_per_host=2), 2.5e9
     found = planning._held(numel, there, placed, form, fsdp=False)
     monkeypatch.setattr(planning, "_MORE", 10**10)
     expected = planning._held(numel, there, placed, form, fsdp=False)
@@ -80,17 +83,40 @@ def test_large_numbers_are_as_estimated(placed: Any, turn: int, monkeypatch: pyt
 def test_many_ranks_are_as_estimated(fsdp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     there, numel = machines(world_size=24, ranks_per_host=8), 2e9
     for placed in planning._PLACED[:2]:
-        found = planning._held(numel, there, placed, planning._STATE_FORMS[0], fsdp=fsdp)
+        found = planning._held(numel, there, placed, STATE_FORMS[0], fsdp=fsdp)
         with monkeypatch.context() as patch:
             patch.setattr(planning, "_RANKS", 24)
-            expected = planning._held(numel, there, placed, planning._STATE_FORMS[0], fsdp=fsdp)
+            expected = planning._held(numel, there, placed, STATE_FORMS[0], fsdp=fsdp)
         for place, kinds in expected.items():
             assert sum(found[place].values()) == pytest.approx(sum(kinds.values()), rel=0.02)
 
 
+def test_every_native_update_can_be_planned() -> None:
+    assert {UPDATES[cls] for cls in PLANNED} == set(UPDATES.values())
+    assert set(NATIVE_CLASSES) <= {*PLANNED, *planning._COMPACT.values(), zero_opt.CPUSGD, zero_opt.CPUAdagrad}
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
+def test_state_is_that_of_the_class_and_its_options(options: dict[str, float]) -> None:
+    there = machines(world_size=1, ranks_per_host=1)
+    choices = plan(1e8, there, torch.optim.SGD, **options)
+    first = next(choice for choice in choices if choice.offload == "none")
+    assert first.nbytes["device"].get("state", 0) == pytest.approx(4e8 if options else 0, abs=1e3)
+    assert all(choice.says.startswith("fp32 state, torch's bits") for choice in choices)
+
+
+def test_a_class_for_the_cpu_alone_needs_an_offload_elsewhere() -> None:
+    on_device, on_host = (
+        {choice.offload for choice in plan(1e8, machines(device=device), CPULion)} for device in ("cuda", "cpu")
+    )
+    assert on_host - on_device == {"none"} and on_device - on_host == {"CPUOffload()"}
+
+
+@pytest.mark.parametrize("cls", PLANNED)
 @pytest.mark.parametrize("number", range(3))
-def test_the_line_of_code_runs_where_parameters_are_on_the_cpu(number: int) -> None:
-    choices = fitting(1e6, device="cpu", world_size=1, ranks_per_host=1)
+def test_the_line_of_code_runs_where_parameters_are_on_the_cpu(number: int, cls: type[torch.optim.Optimizer]) -> None:
+    there = machines(device="cpu", world_size=1, ranks_per_host=1)
+    choices = [choice for choice in plan(1e6, there, cls) if not choice.lacks]
     for choice in choices[number::3]:
         if "NVMeOffload" in choice.code:
             continue
@@ -125,6 +151,16 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_line_takes_a_class_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("1M", "--device", "cpu", "--host-memory", "1GB", "--optimizer", "SGD", "--option", "momentum=0.9")
+    lines = [choice["code"] for choice in json.loads(_run(capsys, *given, "--json"))]
+    assert lines and all(
+        "(model.parameters(), torch.optim.SGD, lr=lr, fused=True, momentum=0.9" in code for code in lines
+    )
+    rate = _run(capsys, *given, "--option", "lr=0.1")
+    assert "momentum=0.9, lr=0.1" in rate and "lr=lr" not in rate
+
+
 def test_the_command_line_logs_nothing(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     say_fused.cache_clear()
     _run(capsys, "1M", "--device", "cpu", "--host-memory", "1GB", "--disk", "1GB")
@@ -155,6 +191,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int
         (["7B", "--device", "tpu", "--device-memory", "80GB", "--host-memory", "1GB"], "torch device such as 'cuda'"),
         (["7B", "--device", "cpu", "--device-memory", "80GB", "--host-memory", "1GB"], "not for --device cpu"),
         (["7B", "--device", "cpu", "--host-memory", "1GB", "--world", "0"], "world_size must be at least 1"),
+        (["7B", "--device", "cpu", "--host-memory", "1GB", "--optimizer", "Muon"], "estimate takes any class"),
+        (["7B", "--device", "cpu", "--host-memory", "1GB", "--option", "momentum=1"], "unexpected keyword"),
     ],
 )
 def test_mistakes(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
