@@ -85,7 +85,7 @@ def _in_plain_form(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> 
     ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
     states = dict(packed["state"])
     for key, (name, param) in zip(ids, optimizer._named()):
-        if key in states and optimizer._needs_conversion(param):
+        if states.get(key) and optimizer._needs_conversion(param):
             states[key] = plain_state(name, param, states[key])
     packed["state"] = states
 

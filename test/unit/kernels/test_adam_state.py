@@ -258,6 +258,29 @@ def test_copies_keep_the_form(clone: Callable[[Any], Any]) -> None:
     assert b.state[others[0]]["exp_avg"].dtype is torch.uint8
 
 
+@pytest.mark.parametrize("how", ["read", "clear", "load"])
+@forms
+def test_an_empty_entry_is_saved_as_it_is(form: AdamState, how: str) -> None:
+    """As torch saves it: reading ``opt.state[p]`` before the first step makes one."""
+    some = params()
+    optimizer = CPUAdamW(some, state=form)
+    if how != "read":
+        gradients(some, 0)
+        optimizer.step()
+    if how == "load":
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], 1: {}}})
+    else:
+        optimizer.state[some[1]].clear()
+    saved = optimizer.state_dict()
+    assert saved["state"][1] == {}
+    assert sorted(saved["state"]) == ([1] if how == "read" else [0, 1, 2, 3, 4])
+    optimizer.load_state_dict(saved)
+    gradients(some, 1)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][1]["step"] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_params_need_a_master(dtype: torch.dtype) -> None:
     param = Parameter(torch.ones(4, dtype=dtype))
