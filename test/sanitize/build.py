@@ -1,7 +1,8 @@
 """Programs over the native sources, built with sanitizers.
 
-``python -m test.sanitize.build FOLDER PROGRAM SANITIZERS [MUTANT]``: PROGRAM of this folder, in FOLDER, with all native
-sources but the bindings compiled anew with ``-fsanitize=SANITIZERS``. MUTANT, a control.cpp, takes the place of that.
+``python -m test.sanitize.build FOLDER PROGRAM SANITIZERS [MUTANT]``: PROGRAM of this folder, as FOLDER/program, with all
+native sources but the bindings compiled anew with ``-fsanitize=SANITIZERS``. MUTANT, a control.cpp, takes the place of
+that. Sources include what lies in FOLDER, so the program must not have the name of a header, as <memory> is one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main(folder: str, program: str, sanitizers: str, mutant: str = "") -> None:
     own = [OWN / f"{program}.cpp", SCENARIO, *map(Path, [mutant] if mutant else [])]
     objects = [*tools.compiled([*sources, *own]), *tools.kernels(ISAS)]
     wraps = [f"-Wl,--wrap={name}" for name in WRAPPED] if program == "race" else []
-    tools.link(objects, tools.folder / program, wraps)
+    tools.link(objects, tools.folder / "program", wraps)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from test.support.failures import PATIENCE_S
+from zero_opt.kernels.table import UPDATES
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitize"
+STEPPED = sorted({update.name for update in UPDATES.values()})
 # The trainer's side with the word that publishes a step ordering nothing.
 PUBLISHED = "block.submitted.store(sequence + 1, std::memory_order_release);"
 UNORDERED = PUBLISHED.replace("release", "relaxed")
@@ -23,7 +25,7 @@ def built(folder: str, program: str, sanitizers: str, mutant: Path | None = None
     command += [str(mutant)] if mutant else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return BUILD / folder / program
+    return BUILD / folder / "program"
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +44,7 @@ def test_no_access_is_out_of_bounds_and_nothing_undefined() -> None:
     print(f"\naddress,undefined: {done.stdout.strip()}")
 
 
-@pytest.mark.parametrize("what", ["worker", "exchange"])
+@pytest.mark.parametrize("what", [*STEPPED, "exchange"])
 def test_no_two_sides_race(what: str) -> None:
     done = run(built("race", "race", "thread"), what)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +52,8 @@ def test_no_two_sides_race(what: str) -> None:
     print(f"\nthread: {done.stdout.strip()}")
 
 
-def test_a_race_is_noticed() -> None:
+@pytest.mark.parametrize("update", STEPPED)
+def test_a_race_is_noticed(update: str) -> None:
     folder = BUILD / "unordered"
     folder.mkdir(parents=True, exist_ok=True)
     text = (ROOT / "native" / "worker" / "control.cpp").read_text()
@@ -58,6 +61,6 @@ def test_a_race_is_noticed() -> None:
     mutant = folder / "control_unordered.cpp"
     if not mutant.exists() or mutant.read_text() != text.replace(PUBLISHED, UNORDERED):
         mutant.write_text(text.replace(PUBLISHED, UNORDERED))
-    done = run(built("unordered", "race", "thread", mutant), "worker")
+    done = run(built("unordered", "race", "thread", mutant), update)
     assert done.returncode != 0
     assert "data race" in done.stderr

@@ -25,7 +25,22 @@ using zero_opt::Kernels;
 const std::int64_t kNumels[] = {0, 1, 2, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 300, 1023, 1024, 1025, 2500};
 constexpr std::uint16_t kBase = 0x300;  // of a block: the upper 12 bits of numbers from 2^-31 to 2
 constexpr Format kGradFormats[] = {Format::kFloat32, Format::kBfloat16, Format::kFloat16};
-constexpr Format kMomentFormats[] = {Format::kFloat32, Format::kBfloat16, Format::kBlock8};
+// An update, and the number of its step: SGD's first makes its momentum.
+struct Stepped {
+  crash::Update update;
+  double number;
+};
+const crash::Update kAdam = {"adam", 2};
+const Stepped kSteps[] = {{kAdam, 3.0},       {{"adam", 2, false}, 3.0}, {{"adam", 3}, 3.0}, {{"adagrad", 1}, 3.0},
+                          {{"lion", 1}, 3.0}, {{"sgd", 1}, 1.0},         {{"sgd", 1}, 3.0},  {{"sgd", 0}, 3.0}};
+// Steps through the redo log: see crash::scenario_named.
+const char* const kLogged[] = {"plain",   "bf16",       "amsgrad",   "compact",
+                               "adagrad", "lion-split", "sgd-first", "sgd-plain"};
+// How arrays are stored.
+struct Stored {
+  Format grad, moments;
+  bool remainder;
+};
 std::uint64_t checks = 0;
 
 void require(bool holds, const std::string& what) {
@@ -53,26 +68,27 @@ class Array {
   std::unique_ptr<char[]> data_;
 };
 
-// A run over arrays of its own.
+// A run over arrays of its own; the result goes out unless gradients are fp32.
 class Run {
  public:
-  Run(std::int64_t numel, Format grad, Format moments, bool remainder, bool out) {
+  Run(std::int64_t numel, const crash::Update& update, const Stored& stored) {
     const std::int64_t bases = (numel + zero_opt::kCutNumel - 1) / zero_opt::kCutNumel;
-    const bool blocks = moments == Format::kBlock8;
+    const std::int64_t moment = zero_opt::bytes_of(stored.moments);
+    const bool blocks = stored.moments == Format::kBlock8;
     run.numel = numel;
-    run.grad_format = grad;
-    run.moment_format = moments;
+    run.grad_format = stored.grad;
+    run.moment_format = stored.moments;
     run.out_format = Format::kBfloat16;
-    run.from.param = add(numel, remainder ? 2 : 4)->as<void>();
-    if (remainder) run.from.remainder = add(numel, 2)->as<std::int16_t>();
-    run.from.exp_avg = add(numel, zero_opt::bytes_of(moments))->as<void>();
-    run.from.exp_avg_sq = add(numel, zero_opt::bytes_of(moments))->as<void>();
+    run.from.param = add(numel, stored.remainder ? 2 : 4)->as<void>();
+    if (stored.remainder) run.from.remainder = add(numel, 2)->as<std::int16_t>();
+    if (update.arrays > 0) run.from.exp_avg = add(numel, moment)->as<void>();
+    if (update.arrays > 1) run.from.exp_avg_sq = add(numel, moment)->as<void>();
+    if (update.arrays > 2) run.from.max_exp_avg_sq = add(numel, 4)->as<float>();
     if (blocks) run.from.exp_avg_base = add_bases(bases);
     if (blocks) run.from.exp_avg_sq_base = add_bases(bases);
-    if (moments == Format::kFloat32) run.from.max_exp_avg_sq = add(numel, 4)->as<float>();
     run.to = run.from;
-    run.grad = add(numel, zero_opt::bytes_of(grad))->as<void>();
-    if (out) run.out = add(numel, 2)->as<void>();
+    run.grad = add(numel, zero_opt::bytes_of(stored.grad))->as<void>();
+    if (stored.grad != Format::kFloat32) run.out = add(numel, 2)->as<void>();
   }
 
   bool same(const Run& other) const {
@@ -100,20 +116,30 @@ class Run {
   std::vector<std::unique_ptr<Array>> arrays_;
 };
 
-std::vector<zero_opt::UpdateBatch> batch_of(const Run& run) {
-  const zero_opt::Hypers hypers = crash::adam_hypers(0.01, true);
-  return {{hypers, {{run.run, 3.0, nullptr}}}};
+std::vector<zero_opt::UpdateBatch> batch_of(const Run& run, const Stepped& step) {
+  return {{crash::hypers_of(step.update, 0.01), {{run.run, step.number, nullptr}}}};
 }
 
 // Every kernel table gives the bits of the first.
-void check_adam(std::int64_t numel, Format grad, Format moments, bool remainder) {
+void check_step(std::int64_t numel, const Stepped& step, const Stored& stored) {
   const std::vector<const Kernels*> tables = zero_opt::available_kernels();
-  Run expected(numel, grad, moments, remainder, grad != Format::kFloat32);
-  const std::int64_t found = zero_opt::update_step(*tables[0], batch_of(expected), {1, false});
+  Run expected(numel, step.update, stored);
+  const std::int64_t found = zero_opt::update_step(*tables[0], batch_of(expected, step), {1, false});
   for (const Kernels* table : tables) {
-    Run run(numel, grad, moments, remainder, grad != Format::kFloat32);
-    require(zero_opt::update_step(*table, batch_of(run), {1, false}) == found, "another count");
-    require(run.same(expected), std::string("other bits of ") + table->name);
+    Run run(numel, step.update, stored);
+    require(zero_opt::update_step(*table, batch_of(run, step), {1, false}) == found, "another count");
+    require(run.same(expected), "other bits of " + step.update.name + " by " + table->name);
+  }
+}
+
+void check_steps(std::int64_t numel) {
+  for (const Format grad : kGradFormats) {
+    for (const bool remainder : {false, true}) {
+      for (const Stepped& step : kSteps) check_step(numel, step, {grad, Format::kFloat32, remainder});
+      for (const Format moments : {Format::kBfloat16, Format::kBlock8}) {
+        check_step(numel, {kAdam, 3.0}, {grad, moments, remainder});
+      }
+    }
   }
 }
 
@@ -150,7 +176,7 @@ void check_other_kernels(const Kernels& kernels, std::int64_t numel) {
 }
 
 void check_redo_log(const std::string& isa) {
-  for (const char* name : {"plain", "bf16", "amsgrad", "compact"}) {
+  for (const char* name : kLogged) {
     for (const char* shape : {"short", "cut"}) {
       for (std::size_t lanes = 1; lanes <= 4; ++lanes) {
         const crash::Case step(crash::scenario_named(name, shape, lanes), isa);
@@ -160,7 +186,8 @@ void check_redo_log(const std::string& isa) {
         require(!step.finished(arena.base(), what), "done before it is");
         for (int again = 0; again < 2; ++again) {
           step.finish(arena.base());
-          require(step.finished(arena.base(), what), what);
+          const bool finished = step.finished(arena.base(), what);
+          require(finished, std::string(name) + ": " + what);
         }
       }
     }
@@ -168,18 +195,18 @@ void check_redo_log(const std::string& isa) {
 }
 
 // A step of an arena on the heap, on several threads: its ends are watched.
-void check_threads(std::int64_t numel) {
+void check_threads(std::int64_t numel, const crash::Update& update) {
   constexpr std::size_t kLanes = 3, kMaxRuns = 2;
   const std::size_t control_bytes = zero_opt::ArenaView(nullptr, kLanes, kMaxRuns).control_bytes();
-  const std::size_t bytes = control_bytes + static_cast<std::size_t>(numel) * 16;
+  const std::size_t bytes = control_bytes + static_cast<std::size_t>(numel * (2 + update.arrays)) * sizeof(float);
   std::unique_ptr<char, void (*)(void*)> memory(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)), std::free);
   std::memset(memory.get(), 0, bytes);
   zero_opt::Control control(memory.get(), bytes, kLanes, kMaxRuns);
   float* first = reinterpret_cast<float*>(memory.get() + control_bytes);
-  const UpdateRun run = crash::plain_run(first, numel);
-  for (std::int64_t i = 0; i < numel; ++i) first[3 * numel + i] = static_cast<float>(i % 11) - 5;
+  const UpdateRun run = crash::plain_run(update, first, numel);
+  for (std::int64_t i = 0; i < numel; ++i) first[(1 + update.arrays) * numel + i] = static_cast<float>(i % 11) - 5;
   const int wake = eventfd(0, EFD_NONBLOCK);
-  zero_opt::Hypers hypers = crash::adam_hypers(0.01, false);
+  zero_opt::Hypers hypers = crash::hypers_of(update, 0.01);
   hypers.maximize = true;
   for (int step = 1; step <= 2; ++step) {
     control.submit({{hypers, {{run, static_cast<double>(step), nullptr}}}}, wake, true, false, "baseline");
@@ -208,7 +235,7 @@ void check_refusals() {
   require(made(control_bytes - 1, kLanes, kMaxRuns) && made(arena.bytes(), 0, kMaxRuns), "too small an arena");
   zero_opt::Control control(arena.base(), arena.bytes(), kLanes, kMaxRuns);
   require(made(arena.bytes(), kLanes, 1 + kMaxRuns) && made(arena.bytes(), 1, kMaxRuns), "another format");
-  Run outside(10, Format::kFloat32, Format::kFloat32, false, false);
+  Run outside(10, kAdam, {Format::kFloat32, Format::kFloat32, false});
   const int wake = eventfd(0, EFD_NONBLOCK);
   const auto submitted = [&](const UpdateRun& run, int count) {
     const std::vector<zero_opt::CountedRun> runs(static_cast<std::size_t>(count), {run, 1.0, nullptr});
@@ -216,7 +243,7 @@ void check_refusals() {
   };
   require(refused(submitted(outside.run, 1)), "an array outside");
   float* first = reinterpret_cast<float*>(arena.base() + control_bytes);
-  UpdateRun inside = crash::plain_run(first, 200);
+  UpdateRun inside = crash::plain_run(kAdam, first, 200);
   require(refused(submitted(inside, 2)), "too many runs");
   inside.out = first + 799;
   require(refused(submitted(inside, 1)), "the output over the gradient");
@@ -243,16 +270,16 @@ void check_pool() {
 int main() {
   try {
     for (const std::int64_t numel : kNumels) {
-      for (const Format grad : kGradFormats) {
-        for (const Format moments : kMomentFormats) {
-          for (const bool remainder : {false, true}) check_adam(numel, grad, moments, remainder);
-        }
-      }
+      check_steps(numel);
       for (const Kernels* table : zero_opt::available_kernels()) check_other_kernels(*table, numel);
     }
-    check_adam((1 << 20) + 65, Format::kBfloat16, Format::kFloat32, false);  // long enough to be written past the caches
+    for (const Stepped& step : kSteps) {  // long enough to be written past the caches
+      check_step((1 << 20) + 65, step, {Format::kBfloat16, Format::kFloat32, false});
+    }
     for (const Kernels* table : zero_opt::available_kernels()) check_redo_log(table->name);
-    for (const std::int64_t numel : {1, 1025, 65537, 100'000}) check_threads(numel);
+    for (const std::int64_t numel : {1, 1025, 65537, 100'000}) {
+      for (const Stepped& step : kSteps) check_threads(numel, step.update);
+    }
     check_refusals();
     check_pool();
     std::printf("%llu checks\n", static_cast<unsigned long long>(checks));

@@ -1,9 +1,10 @@
 // For ThreadSanitizer: what is done by several processes, done by threads of one, on one mapping of what they share.
 //
-// Usage: race worker | exchange
-// "worker": a trainer that submits and waits, and the worker's whole life beside it. "exchange": three ranks of a host
-// exchanging buckets. The linker is to wrap mmap, read and write: a second mapping would hide what is shared, and the
-// events would look as though they ordered memory, which sequence numbers alone are to do.
+// Usage: race UPDATE | exchange
+// UPDATE, such as "adam": a trainer that submits its steps and waits, and the worker's whole life beside it.
+// "exchange": three ranks of a host exchanging buckets. The linker is to wrap mmap, read and write: a second mapping
+// would hide what is shared, and the events would look as though they ordered memory, which sequence numbers alone are
+// to do.
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -14,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -47,6 +49,7 @@ namespace {
 
 using zero_opt::Format;
 using zero_opt::HostRun;
+using zero_opt::UpdateRun;
 
 constexpr int kThreads = 2, kLanes = 8, kSteps = 12, kMaxRuns = 4;
 // So long that there is work for several threads.
@@ -67,13 +70,26 @@ char* arena_of(std::size_t bytes) {
   return shared_base;
 }
 
-std::vector<zero_opt::UpdateBatch> batch_at(float* first, int step) {
-  const zero_opt::Hypers hypers = crash::adam_hypers(0.01, true);
-  return {{hypers, {{crash::plain_run(first, kNumel), static_cast<double>(step), nullptr}}}};
+const crash::Update kUpdates[] = {{"adam", 2}, {"adagrad", 1}, {"lion", 1}, {"sgd", 1}};
+
+const crash::Update& update_named(const char* name) {
+  for (const crash::Update& update : kUpdates) {
+    if (update.name == name) return update;
+  }
+  throw std::runtime_error(std::string("no steps of ") + name);
 }
 
-void fill_gradient(float* first, int step) {
-  for (std::int64_t i = 0; i < kNumel; ++i) first[3 * kNumel + i] = static_cast<float>((i * 37 + step * 101) % 997) - 498;
+// Of all arrays.
+std::size_t numel_of(const crash::Update& update) { return static_cast<std::size_t>((2 + update.arrays) * kNumel); }
+
+std::vector<zero_opt::UpdateBatch> batch_at(const crash::Update& update, float* first, int step) {
+  const UpdateRun run = crash::plain_run(update, first, kNumel);
+  return {{crash::hypers_of(update, 0.01), {{run, static_cast<double>(step), nullptr}}}};
+}
+
+void fill_gradient(const crash::Update& update, float* first, int step) {
+  float* const grad = first + (1 + update.arrays) * kNumel;
+  for (std::int64_t i = 0; i < kNumel; ++i) grad[i] = static_cast<float>((i * 37 + step * 101) % 997) - 498;
 }
 
 template <typename Condition>
@@ -82,12 +98,13 @@ void await(const Condition& condition, const char* what) {
   while (!condition()) require(std::chrono::steady_clock::now() < deadline, what);
 }
 
-void train(zero_opt::Control& control, float* arrays, int wake, int done, int pidfd) {
-  std::vector<float> own(4 * kNumel);
+void train(const crash::Update& update, zero_opt::Control& control, float* arrays, int wake, int done, int pidfd) {
+  std::vector<float> own(numel_of(update));
   for (int step = 1; step <= kSteps; ++step) {
-    fill_gradient(arrays, step);
-    fill_gradient(own.data(), step);
-    const std::uint64_t sequence = control.submit(batch_at(arrays, step), wake, false, step % 2 == 0, "baseline");
+    fill_gradient(update, arrays, step);
+    fill_gradient(update, own.data(), step);
+    const bool past_caches = step % 2 == 0;
+    const std::uint64_t sequence = control.submit(batch_at(update, arrays, step), wake, false, past_caches, "baseline");
     await(
         [&] {
           (void)control.progress();
@@ -95,24 +112,24 @@ void train(zero_opt::Control& control, float* arrays, int wake, int done, int pi
           return control.wait(sequence, done, pidfd, 0.01) == zero_opt::Waited::kDone;
         },
         "a step is not made");
-    zero_opt::update_step(zero_opt::kernels_named("baseline"), batch_at(own.data(), step), {1, false});
+    zero_opt::update_step(zero_opt::kernels_named("baseline"), batch_at(update, own.data(), step), {1, false});
     require(std::memcmp(arrays, own.data(), own.size() * sizeof(float)) == 0, "other bits");
     require(control.nonfinite() == 0, "gradients that are not finite");
   }
 }
 
 // Does not return: the worker ends the process when it is asked to go.
-void worker() {
+void worker(const crash::Update& update) {
   const std::size_t control_bytes = zero_opt::ArenaView(nullptr, kLanes, kMaxRuns).control_bytes();
-  const std::size_t bytes = control_bytes + 4 * kNumel * sizeof(float);
+  const std::size_t bytes = control_bytes + numel_of(update) * sizeof(float);
   char* base = arena_of(bytes);
   const int wake = eventfd(0, EFD_NONBLOCK), done = eventfd(0, EFD_NONBLOCK);
   const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0));
   zero_opt::Control control(base, bytes, kLanes, kMaxRuns);
   std::thread life([&] { zero_opt::worker_run({shared_fd, wake, done, pidfd}, {}, kThreads); });
   await([&] { return control.generation() != 0; }, "the worker does not become ready");
-  train(control, reinterpret_cast<float*>(base + control_bytes), wake, done, pidfd);
-  std::printf("%d steps\n", kSteps);
+  train(update, control, reinterpret_cast<float*>(base + control_bytes), wake, done, pidfd);
+  std::printf("%d steps of %s\n", kSteps, update.name.c_str());
   std::fflush(stdout);
   control.stop(wake);
   std::this_thread::sleep_for(kPatience);
@@ -166,7 +183,8 @@ void exchange() {
 
 int main(int argc, char** argv) {
   try {
-    argc > 1 && std::strcmp(argv[1], "exchange") == 0 ? exchange() : worker();
+    require(argc == 2, "usage: race UPDATE | exchange");
+    std::strcmp(argv[1], "exchange") == 0 ? exchange() : worker(update_named(argv[1]));
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

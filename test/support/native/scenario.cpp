@@ -23,18 +23,9 @@ using zero_opt::kCutNumel;
 using zero_opt::UpdateRun;
 
 constexpr std::size_t kAlign = 64;
-// Of another update than Adam; SGD without arrays of state has no momentum.
-std::map<std::string, double> others_hypers(const std::string& update, int arrays, double lr) {
-  const double momentum = arrays > 0 ? 0.9 : 0.0;
-  if (update == "adagrad") return {{"lr", lr}, {"lr_decay", 0.1}, {"weight_decay", 0.1}, {"eps", 1e-10}};
-  if (update == "lion") return {{"lr", lr}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0.1}};
-  return {{"lr", lr}, {"momentum", momentum}, {"dampening", 0.1}, {"weight_decay", 0.1}, {"nesterov", 0.0}};
-}
 
-zero_opt::Hypers hypers_of(const Scenario& scenario, double lr) {
-  const std::string& update = scenario.update;
-  zero_opt::Hypers hypers =
-      update == "adam" ? adam_hypers(lr, true) : zero_opt::make_hypers(update, others_hypers(update, scenario.arrays, lr));
+zero_opt::Hypers scaled_hypers(const Scenario& scenario, double lr) {
+  zero_opt::Hypers hypers = hypers_of(scenario.update, lr);
   hypers.grad_scale = 0.5;
   hypers.prediction = scenario.prediction;
   return hypers;
@@ -85,8 +76,8 @@ zero_opt::StateArrays bank(const Scenario& scenario, std::int64_t n, Places& pla
   zero_opt::StateArrays arrays = {};
   arrays.param = places.take<void>(n * (scenario.has_remainder ? 2 : 4));
   arrays.remainder = places.take<std::int16_t>(n * 2, scenario.has_remainder);
-  arrays.exp_avg = places.take<void>(moment, scenario.arrays > 0);
-  arrays.exp_avg_sq = places.take<void>(moment, scenario.arrays > 1);
+  arrays.exp_avg = places.take<void>(moment, scenario.update.arrays > 0);
+  arrays.exp_avg_sq = places.take<void>(moment, scenario.update.arrays > 1);
   arrays.exp_avg_base = places.take<std::uint16_t>(bases, blocks);
   arrays.exp_avg_sq_base = places.take<std::uint16_t>(bases, blocks);
   arrays.max_exp_avg_sq = places.take<float>(n * 4, scenario.amsgrad);
@@ -144,16 +135,15 @@ bool has_compact_moments(const std::string& name, Scenario& found) {
 bool is_other_update(const std::string& name, Scenario& found) {
   const std::size_t dash = std::min(name.find('-'), name.size());
   const std::string rest = name.substr(dash);
-  found.update = name.substr(0, dash);
-  found.arrays = 1;
-  if (found.update != "adagrad" && found.update != "lion" && found.update != "sgd") return false;
+  const std::string update = name.substr(0, dash);
+  if (update != "adagrad" && update != "lion" && update != "sgd") return false;
+  found.update = {update, rest == "-plain" && update == "sgd" ? 0 : 1};
   if (rest == "-bf16" || rest == "-split") found.grad = Format::kBfloat16;
   if (rest == "-bf16") found.out = Format::kBfloat16;
   found.has_out = rest == "-bf16" || rest == "-predicted";
   found.has_remainder = rest == "-split";
   if (rest == "-predicted") found.prediction = 1.5;
-  if (rest == "-plain" && found.update == "sgd") found.arrays = 0;
-  return rest.empty() || found.has_out || found.has_remainder || found.arrays == 0;
+  return rest.empty() || found.has_out || found.has_remainder || found.update.arrays == 0;
 }
 
 class Event {
@@ -203,19 +193,26 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
   return found;
 }
 
-zero_opt::Hypers adam_hypers(double lr, bool decoupled) {
-  return zero_opt::make_hypers("adam", {{"lr", lr}, {"beta1", 0.9}, {"beta2", 0.99}, {"eps", 1e-8},
-                                        {"weight_decay", 0.1}, {"decoupled", decoupled ? 1.0 : 0.0}});
+zero_opt::Hypers hypers_of(const Update& update, double lr) {
+  const std::string& name = update.name;
+  std::map<std::string, double> values = {{"lr", lr}, {"weight_decay", 0.1}};
+  if (name == "adam" || name == "lion") values.insert({{"beta1", 0.9}, {"beta2", 0.99}});
+  if (name == "adam") values.insert({{"eps", 1e-8}, {"decoupled", update.decoupled ? 1.0 : 0.0}});
+  if (name == "adagrad") values.insert({{"lr_decay", 0.1}, {"eps", 1e-10}});
+  const double momentum = update.arrays > 0 ? 0.9 : 0.0;
+  if (name == "sgd") values.insert({{"momentum", momentum}, {"dampening", 0.1}, {"nesterov", 0.0}});
+  return zero_opt::make_hypers(name, values);
 }
 
-UpdateRun plain_run(float* first, std::int64_t numel) {
+UpdateRun plain_run(const Update& update, float* first, std::int64_t numel) {
   UpdateRun run = {};
   run.numel = numel;
   run.from.param = first;
-  run.from.exp_avg = first + numel;
-  run.from.exp_avg_sq = first + 2 * numel;
+  if (update.arrays > 0) run.from.exp_avg = first + numel;
+  if (update.arrays > 1) run.from.exp_avg_sq = first + 2 * numel;
+  if (update.arrays > 2) run.from.max_exp_avg_sq = first + 3 * numel;
   run.to = run.from;
-  run.grad = first + 3 * numel;
+  run.grad = first + (1 + update.arrays) * numel;
   return run;
 }
 
@@ -278,7 +275,7 @@ std::vector<zero_opt::UpdateBatch> Case::batches(char* base, int step) const {
   Places places(data(base));
   std::vector<zero_opt::UpdateBatch> found;
   for (const std::int64_t numel : scenario_.numels) {
-    const zero_opt::Hypers hypers = hypers_of(scenario_, 0.01 * static_cast<double>(found.size() + 1));
+    const zero_opt::Hypers hypers = scaled_hypers(scenario_, 0.01 * static_cast<double>(found.size() + 1));
     UpdateRun run = placed(scenario_, numel, places);
     if (step < number()) run.to = run.from;
     placed_sums(scenario_, numel, places);

@@ -14,6 +14,13 @@ using Image = std::vector<char>;
 
 constexpr std::size_t kMaxRuns = 16;
 
+// An update by its name, and how many arrays of state it has: SGD without any has no momentum.
+struct Update {
+  std::string name;
+  int arrays;
+  bool decoupled = true;  // Adam's weight decay
+};
+
 // How the state is stored, and how many elements the runs have.
 struct Scenario {
   std::string name;
@@ -24,8 +31,7 @@ struct Scenario {
   bool drafted;  // the step is a draft, to another bank, and so are sums
   bool past_caches;
   double prediction;  // see zero_opt::StepScalars
-  std::string update = "adam";
-  int arrays = 2;  // of state
+  Update update = {"adam", 2};
   int before = 1;  // steps that are done before the one to be made
 };
 
@@ -33,11 +39,11 @@ struct Scenario {
 // of the first step of all. Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
-// Of Adam, with weight decay of 0.1.
-zero_opt::Hypers adam_hypers(double lr, bool decoupled);
+// With weight decay of 0.1. Throws std::invalid_argument for an update that there is not.
+zero_opt::Hypers hypers_of(const Update& update, double lr);
 
-// A run over four arrays of floats, one after the other: param, exp_avg, exp_avg_sq, gradient.
-zero_opt::UpdateRun plain_run(float* first, std::int64_t numel);
+// A run over arrays of floats, one after the other: param, those of state, gradient.
+zero_opt::UpdateRun plain_run(const Update& update, float* first, std::int64_t numel);
 
 // Memory that a fork shares with this process.
 class Arena {
