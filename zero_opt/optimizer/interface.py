@@ -100,6 +100,10 @@ class Engine(Protocol):
         """The ranks that share gradients or parameters, in the default process group; none of a rank alone."""
         return ()
 
+    def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
+        """Return a context within which GradScaler multiplies every ``p.grad`` by a 0-dim tensor."""
+        return nullcontext()
+
     def zero_grad(self) -> None:
         """Drop all gradients that are not in ``p.grad``."""
         return

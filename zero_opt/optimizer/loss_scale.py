@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,20 +24,23 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
+Unscaling = Callable[[Tensor], AbstractContextManager[None]]
 
-def note_scaler(optimizer: torch.optim.Optimizer, *, unscaled: bool) -> bool:
+
+def note_scaler(optimizer: torch.optim.Optimizer, unscaling: Unscaling | None) -> bool:
     """Note the GradScaler whose ``step()`` reads a property, whose getter calls this function; return if there is one.
 
     Args:
-        unscaled: have GradScaler unscale the gradients now, unless it has.
+        unscaling: if given, have GradScaler unscale the gradients now, unless it has, in the context that this makes.
     """
     frame = sys._getframe(2)
     scaler = frame.f_locals.get("self")
     if not isinstance(scaler, GradScaler) or frame.f_locals.get("optimizer") is not optimizer:
         return False
     vars(optimizer)["_scaler"] = weakref.ref(scaler)
-    if unscaled and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-        scaler.unscale_(optimizer)
+    if unscaling is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        with unscaling(torch.tensor(inverse_scale(optimizer), dtype=torch.float32, device="cpu")):
+            scaler.unscale_(optimizer)
     return True
 
 

@@ -400,6 +400,9 @@ class ShardedEngine(BetweenSteps):
     def grads_are_local(self) -> bool:
         return self.reduction.grads_are_local
 
+    def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:
+        return self.reduction.unscaling(factor)
+
     def zero_grad(self) -> None:
         self.reduction.reset()
         self.count.epoch += 1

@@ -428,7 +428,7 @@ class ShardedOptimizer(UnevenInputs):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler calls ``step()`` after an overflow too, and leaves fp16 gradients to be unscaled there."""
         unscales, local = self._engine.unscales, self._engine.grads_are_local
-        asks = note_scaler(self, unscaled=local and not unscales)
+        asks = note_scaler(self, self._engine.unscaling if local and not unscales else None)
         return unscales or (asks and local)
 
     def __repr__(self) -> str:

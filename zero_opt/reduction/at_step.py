@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from ..comm.agreement import StepAgreement
@@ -20,21 +22,38 @@ from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import SparseGrads, sparse_grads, sparse_refusal
 
+# So many elements of a gradient show whether all were changed.
+_FEW = 16
+
 
 class _Signature:
-    """Which gradients there were, and at which version of each. Holds none of them."""
+    """Which gradients there were, and at which version of each. Holds none of them.
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    Args:
+        sampled: also look at a few values of each. Not all that torch writes to a gradient raises its version:
+            GradScaler's unscaling, collectives and fused steps do not, and they change every element.
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, sampled: bool = False) -> None:
         grads = [param.grad for param in params]
         # Not id(): a new gradient may be given the address, and so the id, of the one it replaces.
         self._seen = [(_no_grad, None) if grad is None else (weakref.ref(grad), version_of(grad)) for grad in grads]
+        self._samples = _samples(grads) if sampled else None
 
     def matches(self, params: Sequence[Tensor]) -> bool:
         """Return whether these are still the same, unwritten gradients, and parameters added since have none."""
         known = len(self._seen)
-        return all(param.grad is None for param in params[known:]) and all(
+        same = all(param.grad is None for param in params[known:]) and all(
             seen() is param.grad and version == (None if param.grad is None else version_of(param.grad))
             for param, (seen, version) in zip(params[:known], self._seen, strict=True)
+        )
+        if not same or self._samples is None:
+            return same
+        now = _samples([param.grad for param in params])
+        # As integers, by which NaN equals itself.
+        return all(
+            torch.equal(one.view(torch.int64), two.view(torch.int64))
+            for one, two in zip(self._samples, now, strict=True)
         )
 
     def gone(self, params: Sequence[Tensor]) -> bool:
@@ -43,6 +62,20 @@ class _Signature:
             param.grad is not None and seen() is param.grad
             for param, (seen, _) in zip(params, self._seen, strict=False)
         )
+
+
+def _samples(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return copies of a few values of each gradient, in fp64, in a tensor per device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            values = (grad._values() if grad.layout is torch.sparse_coo else grad).detach()
+            step = max(1, values.numel() // _FEW)
+            places = torch.arange(0, values.numel(), step, dtype=torch.int64, device=values.device)
+            few = values.take(places[:_FEW])
+            real = torch.view_as_real(few.resolve_conj()).flatten() if few.is_complex() else few
+            by_device.setdefault(grad.device, []).append(real.double())
+    return [torch.cat(few) for few in by_device.values()]
 
 
 def _no_grad() -> None:
@@ -74,12 +107,13 @@ class AtStepReduction(GradReduction):
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         """Look for gradients that are not reduced yet. Sends nothing before the ranks have agreed."""
         params, reduced = self._parts.all_params, self._reduced
-        same = reduced is not None and reduced.matches(params)
+        same = self._matches()
         fresh = not same or (self._stepped and not (steps and self._kept))
         gone = reduced is not None and reduced.gone(params)
         if fresh and self._scaled and not gone and error is None:
             error = GradientConflict(
-                "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip"
+                "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip "
+                "(scaler.unscale_(opt), too, comes before it, or is left out)"
             )
         if same and fresh and steps and self.step_factor != 1.0 and error is None:
             error = GradientConflict(
@@ -148,15 +182,30 @@ class AtStepReduction(GradReduction):
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`. Scales ``p.grad`` too, to which the next backward may add."""
-        self._scaled = True
         params = self._parts.all_params
         scale_([param.grad.detach() for param in params if param.grad is not None], factor)
-        scale_([grad for shard in self._shards() for grad in shard.grads if grad is not None], factor)
-        self._reduced = _Signature(params)
+        self._scale_reduced(factor)
+        self._scaled = True
 
     def scale_in_step(self, factor: Tensor) -> None:
-        self._scaled = True
         super().scale_in_step(factor)
+        self._scaled, self._reduced = True, _Signature(self._parts.all_params, sampled=True)
+
+    @contextmanager
+    def unscaling(self, factor: Tensor) -> Iterator[None]:
+        kept = self._matches() and (self._kept or not self._stepped)
+        yield
+        if kept:
+            self._scale_reduced(factor)
+
+    def _scale_reduced(self, factor: Tensor) -> None:
+        """Follow what has multiplied every gradient since it was reduced."""
+        scale_([grad for shard in self._shards() for grad in shard.grads if grad is not None], factor)
+        self._reduced = _Signature(self._parts.all_params, sampled=True)
+
+    def _matches(self) -> bool:
+        """Return whether the shards have what ``p.grad`` has."""
+        return self._reduced is not None and self._reduced.matches(self._parts.all_params)
 
     def reset(self) -> None:
         self._reduced, self._scaled, self._stepped, self.step_factor = None, False, False, 1.0

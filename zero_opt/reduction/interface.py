@@ -189,6 +189,10 @@ class GradReduction(ABC):
         """Multiply :attr:`step_factor` by a 0-dim tensor; where users read reduced gradients, scale these instead."""
         self.step_factor *= float(factor)
 
+    def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
+        """Return a context within which GradScaler multiplies every ``p.grad`` by a 0-dim tensor."""
+        return nullcontext()
+
     def reset(self) -> None:
         """Void the gradients of this epoch: ``zero_grad`` was called."""
 

@@ -202,3 +202,49 @@ def _clipped(rank: int, world_size: int, offload: Any, scale: float) -> list[Ten
 def test_fp16_gradients_are_unscaled_and_clipped_in_the_step(offload: Any) -> None:
     plain, scaled = (run_processes(2, _clipped, offload, scale) for scale in (1.0, 64.0))
     assert_bitwise(scaled, plain)
+
+
+# -- clipped before they are unscaled ---------------------------------------------------------------------------------
+
+
+def _clipped_while_scaled(rank: int, world_size: int, reduction: Any, options: dict[str, Any], again: bool) -> Any:
+    """Clip scaled gradients, to a norm that is far below theirs, and have GradScaler unscale them in its step.
+
+    Args:
+        again: call ``scaler.step()`` once more with the gradients of every step, which divides them once more.
+
+    Returns:
+        The parameters after each step, the norms before clipping, and the loss scales.
+    """
+    dtype = torch.bfloat16 if "precision" in options else torch.float32
+    params: list[Tensor] = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((30, 7), (64,), ())]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5, reduction=reduction, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=96.0, growth_interval=2)
+    generator, seen = torch.Generator().manual_seed(rank), []
+    for step in range(5):
+        loss = sum((param * torch.randn(param.shape, generator=generator).to(dtype)).sum() for param in params)
+        scaler.scale(loss * torch.inf if step == 3 else loss).backward()
+        norm = optimizer.clip_grad_norm_(100.0)
+        for _ in range(1 + again):
+            scaler.step(optimizer)
+            scaler.update()
+        seen.append(([param.detach().clone() for param in params], norm, scaler.get_scale()))
+        optimizer.zero_grad()
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "again"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload": zero_opt.CPUOffload()},
+        {"offload": zero_opt.WorkerOffload()},
+        {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
+    ],
+    ids=["none", "cpu", "worker", "masters"],
+)
+def test_at_step_gradients_may_be_clipped_before_they_are_unscaled(options: dict[str, Any], again: bool) -> None:
+    overlapped = run_processes(2, _clipped_while_scaled, OVERLAPPED, options, again)
+    assert_bitwise(run_processes(2, _clipped_while_scaled, zero_opt.AtStep(), options, again), overlapped)

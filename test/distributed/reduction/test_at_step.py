@@ -1,4 +1,7 @@
-"""Gradients that are reduced at step(): also those that a CUDA graph's replay has written, which raises no version."""
+"""Gradients that are reduced at step(): also those that a CUDA graph's replay has written, which raises no version.
+
+Those that were edited after they were clipped are refused, whatever torch has edited them by.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
-from test.support.harness import assert_bitwise, run_threads
+from test.support.harness import assert_bitwise, run_processes, run_threads
 
 NUMELS = (300, 64, 1)
 BUCKET_MB = 1024 / 2**20
@@ -88,3 +92,72 @@ def _add_after_clip(rank: int, world_size: int, added: bool) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_group_may_be_added_between_clipping_and_the_step(world_size: int) -> None:
     assert_bitwise(run_threads(world_size, _add_after_clip, True), run_threads(world_size, _add_after_clip, False))
+
+
+def _by_scaler(params: list[Tensor], optimizer: Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))  # makes its scale
+    scaler.unscale_(optimizer)
+
+
+def _by_fused_step(params: list[Tensor], _: Optimizer) -> None:
+    """GradScaler has a fused class unscale gradients, which writes them back."""
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    for copy, param in zip(copies, params, strict=True):
+        copy.grad = param.grad
+    fused: Any = torch.optim.SGD(copies, lr=0.1, fused=True)
+    fused.grad_scale, fused.found_inf = torch.full((), 2.0), torch.zeros(())
+    fused.step()
+
+
+def _by_all_reduce(params: list[Tensor], _: Optimizer) -> None:
+    for param in params:
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+
+
+EDITS: dict[str, Callable[[list[Tensor], Optimizer], object]] = {
+    "scaler.unscale_": _by_scaler,
+    "all_reduce": _by_all_reduce,
+    "fused step": _by_fused_step,
+    "clip_grad_value_": lambda params, _: torch.nn.utils.clip_grad_value_(params, 1e-4),
+    "clip_grad_norm_": lambda params, _: torch.nn.utils.clip_grad_norm_(params, 1e-4),
+    "_foreach_mul_": lambda params, _: torch._foreach_mul_([param.grad for param in params], 0.5),
+    "div_": lambda params, _: [param.grad.div_(2.0) for param in params if param.grad is not None],
+}
+
+
+def _edit_after_clip(rank: int, world_size: int, edit: str, dtype: torch.dtype, options: Any) -> None:
+    params, optimizer = _made(dtype, **options)
+    for param, grad in zip(params, _gradients(0, rank), strict=True):
+        _in_place(param, grad)
+    optimizer.clip_grad_norm_(MAX_NORM)
+    EDITS[edit](params, optimizer)
+    with pytest.raises(zero_opt.GradientConflict, match=r"edited after opt\.clip_grad_norm_\(\)"):
+        optimizer.step()
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["", "masters"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_that_were_edited_after_they_were_clipped_are_refused(edit: str, masters: bool) -> None:
+    dtype, options = (torch.bfloat16, MASTERS) if masters else (torch.float32, {})
+    run_processes(2, _edit_after_clip, edit, dtype, options)
+
+
+def _train_with_nan(rank: int, world_size: int) -> None:
+    """Under Checks(nonfinite="ignore"), the default, clipped gradients may be NaN, which is not equal to itself."""
+    params, optimizer = _made()
+    for param in params:
+        _in_place(param, torch.full_like(param, torch.nan))
+    optimizer.clip_grad_norm_(MAX_NORM)
+    optimizer.step()
+    assert all(param.isnan().all() for param in params)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_are_nan_are_clipped_and_stepped(world_size: int) -> None:
+    run_threads(world_size, _train_with_nan)
