@@ -167,15 +167,22 @@ class NativeOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @classmethod
+    def require_dtype(cls, name: str, dtype: torch.dtype, form: AdamState) -> None:
+        """Raise UnsupportedParam, naming the param, if the class does not step a dtype in this form; says what does."""
+        taken = param_dtypes(form)
+        if dtype in taken:
+            return
+        if dtype in HALVES:
+            split = " or 'split'" if cls.update.compact and dtype is torch.bfloat16 else ""
+            otherwise = f"state=zero_opt.AdamState(master='float32'){split} keeps an fp32 master for it"
+        else:
+            otherwise = f"use {torch_class_of(cls)}"
+        raise UnsupportedParam(f"{name} must be {' or '.join(map(str, taken))}, got {dtype}; {otherwise}")
+
     def _check_param(self, name: str, param: Tensor) -> None:
-        try:
-            check_tensor(name, param, None, param_dtypes(self._form))
-        except UnsupportedParam as error:
-            if param.dtype in HALVES and self._form.master is None:
-                raise UnsupportedParam(
-                    f"{error}; state=zero_opt.AdamState(master='float32') or 'split' keeps an fp32 master for it"
-                ) from None
-            raise
+        self.require_dtype(name, param.dtype, self._form)
+        check_tensor(name, param, None, param_dtypes(self._form))
 
     def _name(self, index: int, position: int) -> str:
         """Return what error messages call a param."""
@@ -392,6 +399,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             if known != _place(param) and (loaded or known is not None):
                 follow_param(master, param)
                 self._written[id(param)] = _place(param)
+
+
+def torch_class_of(cls: type[torch.optim.Optimizer]) -> str:
+    """Return how messages name the class of torch's that steps what a class of this package does not."""
+    bases = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim.")]
+    return f"torch.optim.{bases[0]}" if bases[0] != torch.optim.Optimizer.__name__ else "a class of torch.optim"
 
 
 def _place(param: Tensor) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
 from ..kernels.adam_state import HALVES, MAXIMUM
 from ..kernels.functions import ADAM
-from ..kernels.table import UPDATES
+from ..kernels.native_optimizer import torch_class_of
+from ..kernels.table import NATIVE_CLASSES, UPDATES
 from ..kernels.updates import NativeUpdate
 from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
@@ -76,12 +77,15 @@ def say_fused(policy: str, names: str, hint: str = "") -> None:
     log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's%s", policy, names, hint)
 
 
-def check_params(policy: str, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
+def check_params(
+    policy: str, cls: type[torch.optim.Optimizer], params: Iterable[Tensor], describe: Callable[[int], str]
+) -> None:
     """Raise UnsupportedParam, naming it, for a parameter that cannot be stepped natively."""
+    otherwise = f"use {torch_class_of(cls)} with offload=None" if cls in NATIVE_CLASSES else _OTHERWISE
     for index, param in enumerate(params):
         if param.dtype not in (torch.float32, *HALVES):
             raise UnsupportedParam(
-                f"{describe(index)} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {_OTHERWISE}"
+                f"{describe(index)} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {otherwise}"
             )
 
 

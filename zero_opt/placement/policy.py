@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.groups import Group
 from ..errors import ConfigConflict, UnsupportedOptimizer, UnsupportedParam
 from ..kernels.adam_state import HALVES
+from ..kernels.native_optimizer import torch_class_of
 from ..kernels.table import NATIVE_CLASSES, UPDATES
 from ..kernels.updates import NativeUpdate
 from ..policies import AdamState, MixedPrecision
@@ -141,9 +142,10 @@ class PlacementPolicy(ABC):
         """
         for index, param in enumerate(params if self.inputs.is_native_class else ()):
             if not is_host(param.device):
+                cls = self.inputs.optimizer_class
                 raise UnsupportedParam(
-                    f"{describe(index)} is on {param.device}, where {left}, and "
-                    f"{self.inputs.optimizer_class.__name__} steps on the CPU alone; use torch.optim.AdamW{otherwise}"
+                    f"{describe(index)} is on {param.device}, where {left}, and {cls.__name__} steps on the CPU alone; "
+                    f"use {torch_class_of(cls)}{otherwise}"
                 )
 
     def loadable(self, states: ParamStates) -> ParamStates:
@@ -238,7 +240,7 @@ class NativePolicy(SinglePlacePolicy[OffloadT]):
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
         params = [param for group in groups for param in group["params"]]
-        check_params(self.name, params, describe)
+        check_params(self.name, self.inputs.optimizer_class, params, describe)
         if self.inputs.splits_masters and not self.update.compact:
             raise UnsupportedOptimizer(
                 f"{self.name} keeps split masters of Adam and AdamW alone, not of "

@@ -281,14 +281,25 @@ def test_an_empty_entry_is_saved_as_it_is(form: AdamState, how: str) -> None:
     assert optimizer.state_dict()["state"][1]["step"] == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_params_need_a_master(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, ["float32", "split"]), (torch.float16, ["float32"])])
+def test_narrow_params_need_a_master(dtype: torch.dtype, kept: list[str]) -> None:
+    """The error names all forms of it that the class keeps for the dtype."""
     param = Parameter(torch.ones(4, dtype=dtype))
-    with pytest.raises(TypeError, match=r"must be torch.float32, got .*; state=zero_opt.AdamState\(master='float32'\)"):
+    with pytest.raises(TypeError, match=r"must be torch.float32, got .*; state=zero_opt.AdamState\(master=") as caught:
         CPUAdam([param])
-    if dtype is torch.float16:
-        with pytest.raises(TypeError, match=r"must be torch.float32 or torch.bfloat16, got torch.float16"):
+    assert [name for name in ("float32", "split") if f"'{name}'" in str(caught.value)] == kept
+    for name in kept:
+        CPUAdam([param], state=AdamState(master=name))
+    if "split" not in kept:
+        with pytest.raises(
+            TypeError, match=r"torch.float32 or torch.bfloat16, got .*; state=.*master='float32'\) keeps"
+        ):
             CPUAdam([param], state=AdamState(master="split"))
+
+
+def test_classes_without_split_masters_advise_none() -> None:
+    with pytest.raises(TypeError, match=r"got torch.bfloat16; state=zero_opt.AdamState\(master='float32'\) keeps"):
+        zero_opt.CPUSGD([Parameter(torch.ones(4, dtype=torch.bfloat16))])
 
 
 def test_forms_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from ...comm.groups import Group
 from ...errors import UnsupportedOptimizer
 from ...kernels.functions import ADAM
+from ...kernels.native_optimizer import NativeOptimizer
 from ...kernels.table import UPDATES
 from ...layout import ParamSlice
-from ...policies import CPUOffload
+from ...policies import AdamState, CPUOffload
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...sharding.wrapped_class import require_real_if_fused, steps_params_apart
@@ -40,8 +42,19 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
     fused_rule: FusedRule
     mixes_groups = True
 
+    @property
+    @abstractmethod
+    def form(self) -> AdamState:
+        """What is kept of a parameter that is stepped."""
+
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        self._check_split_masters((param for group in groups for param in group["params"]), describe)
+        params = [param for group in groups for param in group["params"]]
+        self._check_split_masters(params, describe)
+        cls = self.inputs.optimizer_class
+        if issubclass(cls, NativeOptimizer):
+            for index, param in enumerate(params):
+                if param.requires_grad:  # what is frozen is given no place
+                    cls.require_dtype(describe(index), param.dtype, self.form)
         self.check_hypers(groups)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -102,13 +115,17 @@ class OnDevicePolicy(InProcessPolicy[None]):
     fused_rule = staticmethod(asks_for_fused)
     splits_on_accelerators = False
 
+    @property
+    def form(self) -> AdamState:
+        return self.inputs.form
+
     def stepped_as(self, param: Tensor) -> tuple[torch.dtype, torch.device]:
         dtype, _ = super().stepped_as(param)
-        return param.dtype if self.inputs.form.master is None else dtype, param.device
+        return param.dtype if self.form.master is None else dtype, param.device
 
     def build(self, group: Group) -> DevicePlacement:  # noqa: ARG002
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
-        return DevicePlacement(cls, defaults, DeviceUnits(self.inputs.form), self.native_steps())
+        return DevicePlacement(cls, defaults, DeviceUnits(self.form), self.native_steps())
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits = reduced_gradients(buckets), self.inputs.splits_masters
@@ -128,6 +145,10 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
         super().__init__(offload, inputs)
         self.leaves_some = offload.ratio < 1
 
+    @property
+    def form(self) -> AdamState:
+        return self.inputs.form_with_masters
+
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         super().check(groups, describe)
         if self.leaves_some:
@@ -141,7 +162,7 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
         return strategy(cls, defaults, self._units(), self.native_steps())
 
     def _units(self) -> HostUnits:
-        return HostUnits(self.offload, self.inputs.form_with_masters)
+        return HostUnits(self.offload, self.form)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
         tally, splits, units = reduced_gradients(buckets), self.inputs.splits_masters, self._units()

@@ -47,7 +47,7 @@ class SelectivePolicy(PlacementPolicy):
             )
         self._require_class_steps(params, describe, "Selective leaves a part of it", "")
         check_groups("Selective", self.inputs.optimizer_class, groups, ADAM_CLASSES)
-        check_params("Selective", params, describe)
+        check_params("Selective", self.inputs.optimizer_class, params, describe)
         self._inner.check(groups, describe)
         if self._inner.in_memory and all(param.device.type == "cpu" for param in params):
             log.warning(
