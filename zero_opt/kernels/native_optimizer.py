@@ -69,7 +69,7 @@ def _fused_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "fused": True}
 
 
-def _refuse_own_options(group: Mapping[str, Any], number: int) -> None:
+def refuse_own_options(group: Mapping[str, Any], number: int) -> None:
     """Raise ConfigError for what the optimizer takes, and a param group has no say in."""
     for key in ("state", "threads", "flush_denormals"):
         if key in group:
@@ -158,7 +158,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Add a group as torch does; raise a ZeroOptError for a param that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
-            _refuse_own_options(self.param_groups[-1], len(self.param_groups) - 1)
+            refuse_own_options(self.param_groups[-1], len(self.param_groups) - 1)
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for position, param in enumerate(self.param_groups[-1]["params"]):
                 if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped

@@ -18,6 +18,7 @@ from ..errors import (
     UnsupportedParam,
     ZeroOptError,
 )
+from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
 from ..sharding.wrapped_class import needs_closure
 from .hyperparameters import require_types
@@ -57,6 +58,9 @@ def template_of(
             "over several ranks, nor with an offload or masters; use it at world size 1 without"
         )
     require_types(cls, groups, defaults, first)
+    for number, group in enumerate(groups if issubclass(cls, NativeOptimizer) else (), first):
+        if isinstance(group, Mapping):
+            refuse_own_options(group, number)  # the class would number them from 0
     template = cls([_on_meta(entry) for entry in groups], **defaults)
     check_options(template.param_groups)
     return template

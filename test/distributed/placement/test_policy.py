@@ -48,6 +48,18 @@ def test_a_class_is_named_that_takes_the_dtype(where: str, dtype: torch.dtype) -
         followed.close()
 
 
+@pytest.mark.parametrize("option", [{"state": AdamState("block8")}, {"threads": 1}, {"flush_denormals": True}], ids=str)
+@pytest.mark.parametrize("where", PLACES)
+def test_an_added_group_is_named_by_its_number(where: str, option: dict[str, Any]) -> None:
+    (name,) = option
+    options: dict[str, Any] = {"lr": 0.1, **PLACES[where]}
+    optimizer = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(9))], zero_opt.CPUAdamW, **options)
+    with pytest.raises(zero_opt.ConfigError, match=f"param group 1 has '{name}'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))], **option})
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
+
+
 def test_lion_is_left_for_any_class_of_torch() -> None:
     params = [nn.Parameter(torch.ones(5, dtype=torch.float64))]
     with pytest.raises(zero_opt.UnsupportedParam, match=r"torch.float64; use a class of torch\.optim$"):
