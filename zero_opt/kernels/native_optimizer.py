@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam, ZeroOptError, ZeroOptWarning
+from ..errors import (
+    ConfigError,
+    ConfigTypeError,
+    StateDictError,
+    StateDictTypeError,
+    UnsupportedParam,
+    ZeroOptError,
+    ZeroOptWarning,
+    quoted,
+)
 from ..field_checks import check_flag
 from ..policies import AdamState
 from ..system.extension import require_native
@@ -198,8 +207,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
 
         Raises:
-            StateDictError: what holds no values in ``state`` was written to.
+            StateDictError: what holds no values in ``state`` was written to, or an entry of it is no dict.
         """
+        self._require_dicts()
         self._require_own_stored()
         self._follow_params(loaded=False)
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
@@ -239,8 +249,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             self.update.roles({**self.defaults, **group}) for group in loaded["param_groups"] for _ in group["params"]
         )
         for key, roles, (name, param) in zip(saved_ids, saved_roles, self._named()):
-            saved = loaded["state"].get(key)
-            if saved:
+            saved = loaded["state"].get(key, {})
+            if not isinstance(saved, Mapping) or saved:
                 check_plain(name, saved, param, self.update, self.update.needed(roles))
                 if self._form != PLAIN:
                     check_tensor(name, param, None, param_dtypes(self._form))
@@ -257,6 +267,18 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
                 self._written[id(param)] = None
         self._note_stored()
+
+    def _require_dicts(self) -> None:
+        """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
+        odd = {
+            id(param): state
+            for param, state in self.state.items()
+            if type(state) is not dict and not isinstance(state, Mapping)
+        }
+        for name, param in self._named() if odd else ():
+            if id(param) in odd:
+                given = quoted(odd[id(param)])
+                raise StateDictTypeError(f"opt.state of {name} must be a dict, got {given}; del it to start afresh")
 
     # -- stored forms -------------------------------------------------------------------------------------------------
 
@@ -369,6 +391,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._require_dicts()
         self._require_own_stored()
         hypers = [self.update.hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import zero_opt
-from zero_opt import CPUSGD, AdamState, CPUAdagrad, CPULion
-from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError, UnsupportedParam
+from test.support.harness import assert_bitwise
+from zero_opt import CPUSGD, AdamState, CPUAdagrad, CPUAdamW, CPULion
+from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError, StateDictTypeError, UnsupportedParam
 
 MASTERS = AdamState(master="float32")
 
@@ -230,6 +231,53 @@ def test_a_state_of_another_shape_or_sign_is_refused() -> None:
         saved["state"][0]["sum"] = wrong
         with pytest.raises(StateDictError, match=match):
             twins.a.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [torch.ones(2)]], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (CPUAdamW, {}),
+        (CPUAdamW, {"state": AdamState("block8", "split")}),
+        (CPUAdamW, {"state": MASTERS}),
+        (CPUSGD, {"momentum": 0.9}),
+        (CPULion, {"state": MASTERS}),
+    ],
+)
+def test_an_entry_that_is_no_dict_is_refused_before_anything_changes(cls: Any, options: Any, wrong: object) -> None:
+    dtype = torch.bfloat16 if options.get("state") else torch.float32
+    params = [Parameter(torch.linspace(-1, 1, 64).to(dtype)) for _ in range(2)]
+    optimizer = cls(params, lr=0.1, **options)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.linspace(1, 2, 64).to(dtype)
+        optimizer.step()
+
+    step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in params]
+    with pytest.raises(
+        StateDictTypeError, match=f"the state saved for {cls.__name__} param 1 of group 0 must be a dict"
+    ):
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], 1: wrong}})
+    assert_bitwise(optimizer.state_dict(), saved)
+    optimizer.state[params[1]] = wrong
+    for call in (step, optimizer.state_dict):
+        with pytest.raises(StateDictTypeError, match=f"opt.state of {cls.__name__} param 1 of group 0 must be a dict"):
+            call()
+    assert all(map(torch.equal, params, before))
+    del optimizer.state[params[1]]
+    step()
+    assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+
+
+def test_what_else_is_in_the_state_stays_the_users() -> None:
+    param = Parameter(torch.ones(64))
+    optimizer = CPUAdamW([param])
+    optimizer.state["mine"] = 3  # type: ignore[index]
+    param.grad = torch.ones(64)
+    optimizer.step()
+    assert optimizer.state_dict()["state"]["mine"] == 3
 
 
 def test_any_layout_is_updated_in_place() -> None:
