@@ -149,7 +149,10 @@ class BackgroundGather(ParamGather):
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:
-        return () if self._failures is None else outcome(self._failures, self._lookout)
+        if self._failures is None:
+            return ()
+        self._require_ends_here(self._failures)
+        return outcome(self._failures, self._lookout)
 
     def require_whole(self) -> None:
         """Wait as :meth:`flush` does, and raise StepFailed if the last step failed on a rank."""
@@ -222,11 +225,7 @@ class BackgroundGather(ParamGather):
     def _await(self, index: int) -> None:
         arriving = self._arriving.get(index)
         if arriving is not None:
-            if os.getpid() != self._pid and not arriving.done():  # the thread that gathers is in no fork
-                raise ProcessGroupError(
-                    f"this process was forked from process {self._pid} while parameters were on their way there, and "
-                    "lacks a part of the last step; call opt.flush() before the fork"
-                )
+            self._require_ends_here(arriving)
             try:
                 with self._seconds.counted("params"), Phase("params"):
                     event = outcome(arriving, self._lookout)
@@ -240,8 +239,22 @@ class BackgroundGather(ParamGather):
         # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
         self._results.await_result(index)
 
+    def _require_ends_here(self, awaited: Future[Any]) -> None:
+        """Raise ProcessGroupError in a fork if a future was not done before it: the thread is in no fork."""
+        if os.getpid() != self._pid and not awaited.done():
+            raise ProcessGroupError(
+                f"this process was forked from process {self._pid} while parameters were on their way there, and "
+                "lacks a part of the last step; call opt.flush() before the fork"
+            )
+
     def flush(self) -> None:
-        """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts."""
+        """Wait for all gathers. This rank's own results arrive, whatever becomes of the other ranks' parts.
+
+        Raises:
+            ProcessGroupError: in a fork that lacks parameters, at every call.
+        """
+        for arriving in self._arriving.values():
+            self._require_ends_here(arriving)
         with Unwatched():
             try:
                 for index in [*self._arriving, *self._arrived]:

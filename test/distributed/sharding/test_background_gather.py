@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -197,17 +199,58 @@ def test_a_close_in_a_fork_waits_for_no_gather() -> None:
     run_processes(2, _close_in_a_fork)
 
 
-def _read_in_a_fork(rank: int, world_size: int) -> None:
-    def read(model: Model, _: zero_opt.ShardedOptimizer) -> None:
-        for call in (lambda: model(torch.zeros(2, 8, dtype=torch.int64)), model.state_dict):
-            with pytest.raises(zero_opt.ProcessGroupError, match=r"call opt\.flush\(\) before the fork"):
-                call()
-
-    _in_a_fork(read)
+def _forward(model: nn.Module) -> object:
+    return model(torch.ones(2, 8))
 
 
-def test_a_forward_in_a_fork_does_not_wait_for_what_cannot_come() -> None:
-    run_processes(2, _read_in_a_fork)
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": lambda model: _forward(model.train()),
+    "evaluation": lambda model: _forward(model.eval()),
+    "state_dict": lambda model: model.state_dict(),
+    "copy": lambda model: copy.deepcopy(model),
+    "sum": lambda model: [param.sum() for param in model.parameters()],
+}
+
+
+def _is_refused(read: Callable[[nn.Module], object], model: nn.Module) -> bool:
+    try:
+        read(model)
+    except zero_opt.ProcessGroupError as refused:
+        return "call opt.flush() before the fork" in str(refused)
+    return False
+
+
+def _read_in_a_fork(rank: int, world_size: int, first: str) -> None:
+    """Fork while the gathers of a step are under way, and read there again and again."""
+    begin, gather = threading.Event(), ParamGather._gather
+
+    def late(self: ParamGather, *arguments: Any, **options: Any) -> Any:
+        assert begin.wait(60)
+        return gather(self, *arguments, **options)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ParamGather, "_gather", late)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero_opt.broadcast_params(model)
+    reduction = zero_opt.Overlapped(bucket_mb=0.0001, overlap_param_gather=model)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, reduction=reduction)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # for a child that waits for ever
+        os._exit(sum(not _is_refused(READS[name], model) for name in (first, *READS, *READS)))
+    begin.set()
+    assert os.waitpid(child, 0)[1] == 0
+    optimizer.flush()
+    for read in READS.values():
+        read(model)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("first", READS)
+def test_every_read_in_a_fork_is_refused_of_what_cannot_come(first: str) -> None:
+    run_processes(2, _read_in_a_fork, first)
 
 
 def _scripted(rank: int, world_size: int) -> list[str]:
