@@ -152,7 +152,8 @@ class BackgroundGather(ParamGather):
         if self._failures is None:
             return ()
         self._require_ends_here(self._failures)
-        return outcome(self._failures, self._lookout)
+        ranks: Sequence[int] = outcome(self._failures, self._lookout)
+        return ranks
 
     def require_whole(self) -> None:
         """Wait as :meth:`flush` does, and raise StepFailed if the last step failed on a rank."""
