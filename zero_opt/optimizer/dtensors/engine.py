@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...comm.agreement import StepAgreement
-from ...errors import ZeroOptError
+from ...errors import ConfigTypeError, ZeroOptError
 from ...placement.compact_state import is_compact
 from ...policies import AlreadyReduced, Overlapped
 from ...reduction import GradShard, ReductionPolicy, bucket_mb_of
@@ -39,6 +39,13 @@ class DTensorSingleRank(SingleRank):
     """
 
     _mesh: MeshParams
+
+    def require_copyable(self) -> None:
+        raise ConfigTypeError(
+            "a ShardedOptimizer of DTensors cannot be copied or pickled: this rank has a part of its state, and "
+            "connections to the other ranks; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every "
+            "rank, or zero_opt.sharded_state_dict(opt)"
+        )
 
     def _current(self) -> torch.optim.Optimizer:
         wrapped = super()._current()

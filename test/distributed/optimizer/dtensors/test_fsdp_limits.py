@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +42,24 @@ AdamW, reduced = torch.optim.AdamW, zero_opt.AlreadyReduced()
 def _refuse(error: type[Exception], words: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
     with pytest.raises(error, match=words):
         call(*args, **options)
+
+
+def _copies(rank: int, world_size: int) -> None:
+    net = sharded(mesh_of((world_size,)))
+    for offload in (None, zero_opt.CPUOffload()):
+        optimizer = ours(net, offload=offload)
+        backward(net, 0, rank)
+        optimizer.step()
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda opt: torch.save(opt, io.BytesIO())):
+            _refuse(ConfigTypeError, r"cannot be copied or pickled: .* save opt\.state_dict\(\)", copied, optimizer)
+        backward(net, 1, rank)
+        optimizer.step()
+        optimizer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_are_refused(world_size: int) -> None:
+    run_processes(world_size, _copies)
 
 
 def _construction(rank: int, world_size: int) -> None:
