@@ -429,11 +429,17 @@ def test_a_loss_scale_is_expected_once_it_has_been_seen_twice() -> None:
     _alone(act)
 
 
-def test_parameters_and_state_are_added_and_loaded_meanwhile() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_and_state_are_added_and_loaded_meanwhile(dtype: torch.dtype) -> None:
+    """The state without the parameters, which are no longer what its masters round to."""
+
     def run(offload: Any) -> Any:
-        params = make_params()
+        params = make_params(dtype)
         optimizer = make(params, offload=offload)
+        saved: dict[str, Any] = {}
         for step in range(9):
+            if step == 4:
+                optimizer.load_state_dict(saved)
             _backward(params, step)
             if step == 3:
                 saved = optimizer.state_dict()
