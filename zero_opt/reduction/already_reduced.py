@@ -13,6 +13,7 @@ from ..comm.groups import tensor_bytes
 from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice, indices_of
+from .consumed_grad import consumed_conflict
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import sparse_refusal
@@ -32,6 +33,7 @@ class AlreadyReducedGrads(GradReduction):
         self._compared = False
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
+        error = error or consumed_conflict(self._parts.all_params)
         return OwnRounds(0, error or sparse_refusal(self._partition))
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:

@@ -17,6 +17,7 @@ from ..errors import GradientConflict, StepDesync, ZeroOptError
 from ..layout import indices_of
 from ..system.devices import has_streams
 from ..system.inference_mode import version_of
+from .consumed_grad import consumed_conflict
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
@@ -120,7 +121,7 @@ class AtStepReduction(GradReduction):
                 "step() was called again with gradients that opt.clip_grad_norm_() had clipped within the last step, "
                 "which p.grad does not show; clip them again first, or drop them with zero_grad()"
             )
-        error = error or self._conflict(params)
+        error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
         return OwnRounds(rounds, error or sparse_refusal(self._partition))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..errors import GradientConsumed
+from ..errors import GradientConflict, GradientConsumed
 from ..system.devices import read_here
 from ..system.frames import inside_conversion
 
@@ -112,6 +112,24 @@ _pending_of = attrgetter("pending")
 def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
     """Return whether autograd has accumulated into any of these since it was taken."""
     return any(map(is_not, map(_pending_of, grads), repeat(None)))
+
+
+def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:
+    """Return the error of a reduction that meets a gradient whose values another one has."""
+    if grad.owner() is None:
+        return GradientConflict(
+            f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"
+        )
+    return GradientConflict(
+        f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
+        "gc.collect() ends it)"
+    )
+
+
+def consumed_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
+    """Return :func:`held_elsewhere` of the first consumed gradient, for a reduction that consumes none itself."""
+    grads = (param.grad for param in params)
+    return next((held_elsewhere(grad) for grad in grads if isinstance(grad, ConsumedGrad)), None)
 
 
 def _grad_strides(param: Tensor) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from ..layout import indices_of, mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
-from .consumed_grad import ConsumedGrad, any_pending
+from .consumed_grad import ConsumedGrad, any_pending, held_elsewhere
 from .dropped_grads import Restarts, require_same_restarts
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .round_matching import RoundMatching
@@ -196,14 +196,7 @@ class OverlappedReduction(GradReduction):
     def _check_fresh(self, index: int, grad: Tensor, consumed: ConsumedGrad) -> None:
         """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
         if isinstance(grad, ConsumedGrad):
-            if grad.owner() is None:
-                raise GradientConflict(
-                    f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"
-                )
-            raise GradientConflict(
-                f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any "
-                "more, gc.collect() ends it)"
-            )
+            raise held_elsewhere(grad)
         if grad.layout is not torch.strided:
             raise UnsupportedParam(
                 f"{consumed.label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam"

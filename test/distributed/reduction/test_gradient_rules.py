@@ -233,23 +233,31 @@ def test_a_step_after_no_sync_alone_is_refused_and_can_be_made_good(run: Ranks) 
 # two owners of one gradient
 
 
-def _two_live_optimizers(rank: int, world_size: int) -> str:
+def _two_live_optimizers(rank: int, world_size: int, reductions: list[Any], clips: bool) -> str:
     params = make_params()
-    first = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
-    second = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
+    both = [zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, reduction=policy) for policy in reductions]
     try:
         torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+        for optimizer in both:
+            if clips:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
     except zero_opt.GradientConflict as error:
         return str(error)
     finally:
-        first.close()
-        second.close()
+        for optimizer in both:
+            optimizer.close()
     return "allowed"
 
 
-def test_two_live_optimizers_over_the_same_params_are_refused() -> None:
-    for message in run_processes(2, _two_live_optimizers):
-        assert "two ShardedOptimizers" in message and "close()" in message
+_PAIRS = [[OVERLAPPED, OVERLAPPED], *([OVERLAPPED, other] for other in (AT_STEP, zero_opt.AlreadyReduced()))]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("reductions", [*_PAIRS, *(pair[::-1] for pair in _PAIRS[1:])], ids=str)
+def test_two_live_optimizers_over_the_same_params_are_refused(reductions: list[Any], clips: bool) -> None:
+    for message in run_processes(2, _two_live_optimizers, reductions, clips):
+        assert "two ShardedOptimizers" in message and "close() the older one" in message
 
 
 def _set_again(rank: int, world_size: int) -> str:
