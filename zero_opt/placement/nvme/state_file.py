@@ -21,14 +21,14 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import OutOfResources, StorageFailed, StorageFull, mib
-from ...system.limits import DESCRIPTOR_LIMIT, NO_DESCRIPTORS
+from ...system.limits import DESCRIPTOR_LIMIT, FILE_SIZE_LIMIT, NO_DESCRIPTORS
 from ...system.log import log
 from ...system.readable_pages import require_writable
 from ...system.shared_memory import CLOSED_BY_PROGRAM, above_stdio, close_own, mapped_bytes
 
 # Direct transfers begin and end at multiples of this in the file and in memory: the largest logical block there is.
 BLOCK_BYTES = 4096
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
@@ -147,8 +147,17 @@ class StateFile:
         text = f"optimizer state needs {mib(nbytes)} in {self.folder!r}"
         if error.errno in _FULL:
             raise StorageFull(
-                f"{text}, where {free} are free ({error.strerror}); make room, use more ranks, or see the limits of "
-                "this process and user (ulimit -f, quota)"
+                f"{text}, where {free} are free ({error.strerror}); make room, use more ranks, or see the user's quota"
+            ) from error
+        if error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            instead = (
+                "take a folder on a file system that has longer files"
+                if most == resource.RLIM_INFINITY
+                else f"raise the limit of {FILE_SIZE_LIMIT} (now {mib(most)})"
+            )
+            raise StorageFailed(
+                f"{text}, where no file may be so long ({error.strerror}); {instead}; or use more ranks"
             ) from error
         raise StorageFailed(f"{text}, which cannot be reserved ({error.strerror}); {free} are free there") from error
 

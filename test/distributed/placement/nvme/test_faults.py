@@ -350,17 +350,35 @@ def test_state_that_cannot_be_read_is_an_error_and_no_signal(kind: str, tmp_path
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _file_limit(rank: int, world_size: int, path: Path, added: bool) -> str:
+def _full(*_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+NO_ROOM = {
+    "disk": (zero_opt.StorageFull, r"needs .* in '.*', where .* MiB are free .*; make room, use more ranks"),
+    "limit": (
+        zero_opt.StorageFailed,
+        r"needs .* in '.*', where no file may be so long \(File too large\); raise the limit of the size of files: "
+        r"'ulimit -f', .* \(now 65,536 bytes\); or use more ranks",
+    ),
+}
+
+
+def _no_room(rank: int, world_size: int, path: Path, added: bool, reason: str) -> str:
     """One rank has no room, when made or for an added group; all hear of it, and go on."""
     params = make_params()
     optimizer = make(params[:1], path) if added else None
-    if rank == 1:
+    patch = pytest.MonkeyPatch()
+    if rank == 1 and reason == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))  # the store is a file too
+    elif rank == 1:
+        patch.setattr(os, "posix_fallocate", _full)
     large = {"params": [nn.Parameter(torch.ones(100_000))]}
-    with pytest.raises(zero_opt.StorageFull, match=r"needs .* in '.*', where .* MiB are free") as caught:
+    with pytest.raises(zero_opt.StorageFailed, match=NO_ROOM[reason][1]) as caught:
         make([*params, *large["params"]], path) if optimizer is None else optimizer.add_param_group(large)
-    if optimizer is not None:
-        assert len(optimizer.param_groups) == 1
+    patch.undo()
+    assert type(caught.value) is NO_ROOM[reason][0]
+    assert optimizer is None or len(optimizer.param_groups) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if optimizer is None:
         optimizer = make(params[:1], path)
@@ -371,9 +389,10 @@ def _file_limit(rank: int, world_size: int, path: Path, added: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("reason", NO_ROOM)
 @pytest.mark.parametrize("added", [False, True])
-def test_no_room(added: bool, tmp_path: Path) -> None:
-    first, second = run_processes(2, _file_limit, tmp_path, added)
+def test_no_room(added: bool, reason: str, tmp_path: Path) -> None:
+    first, second = run_processes(2, _no_room, tmp_path, added, reason)
     assert first == f"rank 1: {second}"
 
 
