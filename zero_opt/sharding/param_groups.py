@@ -18,6 +18,12 @@ _WAY_OUT = (
     "construct the optimizer after prepare(), fully_shard() and whatever else replaces parameters, and add parameters "
     "with opt.add_param_group(), on every rank"
 )
+# Where the groups hold planned parameters alone, but not as they were planned.
+_PUT_BACK = (
+    "groups keep the parameters that they were made with: put those back, in their order; or, on every rank, construct "
+    "a new optimizer with other groups, and load a state dict that has these groups. A parameter that is to be trained "
+    "no more may stay, with requires_grad_(False)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,13 @@ class PlannedGroups:
     def require_groups(self) -> None:
         """Raise ParamsReplaced unless there are groups, whatever they hold."""
         if (wrong := _misshapen(self._owner.param_groups)) is not None:
-            raise ParamsReplaced(f"{wrong}; {_WAY_OUT}")
+            raise ParamsReplaced(f"{wrong}; {_PUT_BACK}")
 
     def require(self) -> None:
         """Raise ParamsReplaced unless the groups hold the planned parameters."""
         replacement = self.replacement()
         if replacement is not None:
-            raise ParamsReplaced(f"{replacement.text}; {_WAY_OUT}")
+            raise ParamsReplaced(f"{replacement.text}; {self._way_out()}")
 
     def require_replaceable(self, *, begun: bool) -> None:
         """Raise ParamsReplaced if the optimizer cannot plan the groups' parameters instead of the planned ones.
@@ -85,7 +91,16 @@ class PlannedGroups:
         replacement = self.replacement()
         if replacement is not None and (begun or not replacement.fits):
             late = ", which has been stepped, or had gradients reduced or state loaded" if replacement.fits else ""
-            raise ParamsReplaced(f"{replacement.text}{late}; {_WAY_OUT}")
+            raise ParamsReplaced(f"{replacement.text}{late}; {self._way_out()}")
+
+    def _way_out(self) -> str:
+        """Return what to do about groups that hold something else than was planned."""
+        groups = self._owner.param_groups
+        planned, held = {id(param) for param in self}, list[Any]()
+        for group in () if _misshapen(groups) else groups:
+            params = group.get("params", ())
+            held += params if isinstance(params, (list, tuple)) else [params]
+        return _PUT_BACK if all(id(param) in planned for param in held) else _WAY_OUT
 
     def require_replaced(self) -> None:
         """Raise ParamsReplaced if the groups hold the planned parameters, while another rank's do not."""

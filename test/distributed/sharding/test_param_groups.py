@@ -191,6 +191,14 @@ def _append(groups: Groups) -> None:
     groups[0]["params"].append(nn.Parameter(torch.zeros(5)))
 
 
+def _empty(groups: Groups) -> None:
+    groups[0]["params"].clear()
+
+
+def _double(groups: Groups) -> None:
+    groups[1]["params"].append(groups[1]["params"][0])
+
+
 def _reorder(groups: Groups) -> None:
     groups[0]["params"].reverse()
 
@@ -241,6 +249,8 @@ EDITS: dict[str, Callable[[Groups], None]] = {
     edit.__name__.strip("_"): edit
     for edit in (
         _drop,
+        _empty,
+        _double,
         _append,
         _reorder,
         _swap_alike,
@@ -257,6 +267,9 @@ EDITS: dict[str, Callable[[Groups], None]] = {
 }
 # What is the same as before another way round, or alike.
 LATE = {"swap_alike", "clone_all", "clone_one"}
+# What has the planned parameters alone.
+REARRANGED = {"drop", "reorder", "swap_alike", "swap_groups", "move_boundary", "drop_group", "empty", "double"}
+PUT_BACK = r"put those back, in their order; or, on every rank, construct a new optimizer .* and load a state dict"
 SAYS = r"construct the optimizer after prepare\(\), fully_shard\(\) and whatever else replaces parameters"
 
 
@@ -277,7 +290,7 @@ def _refused(rank: int, world_size: int, editors: tuple[int, ...], offload: Any)
             if rank in editors:
                 edit(opt.param_groups)
             before = [param.detach().clone() for param in params]
-            with pytest.raises(zero_opt.ConfigConflict, match=SAYS) as caught:
+            with pytest.raises(zero_opt.ConfigConflict, match=PUT_BACK if name in REARRANGED else SAYS) as caught:
                 opt.step()
             if rank not in editors and (step or name not in LATE):
                 assert str(caught.value).startswith(f"rank {editors[0]}: ")
