@@ -349,6 +349,25 @@ def test_two_reducers_are_refused_and_the_way_out_is_named(views: bool) -> None:
         assert "AlreadyReduced()" in message
 
 
+def _never_synced(rank: int, world_size: int) -> str:
+    wrapped = nn.parallel.DistributedDataParallel(_layers(1)[0])
+    reduction = zero_opt.AlreadyReduced()
+    optimizer = zero_opt.ShardedOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1, reduction=reduction)
+    with wrapped.no_sync():
+        wrapped(_data(0, rank)).square().mean().backward()
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    wrapped(_data(1, rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_a_step_after_no_sync_alone_names_it() -> None:
+    for message in run_processes(2, _never_synced):
+        assert "run the last backward of each step outside ddp.no_sync()" in message
+
+
 def _unreduced(rank: int, world_size: int) -> str:
     """AlreadyReduced without DDP, where only one rank has a gradient: certainly not reduced."""
     params = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7))]

@@ -58,7 +58,8 @@ class AlreadyReducedGrads(GradReduction):
                 other = next(rank for rank, report in enumerate(agreed.reports) if report.used >> index & 1)
                 raise GradientConflict(
                     f"{self._partition.flats[index].label} has a gradient on rank {other} but none on rank "
-                    f"{rank}, so p.grad is not yet reduced; reduce it (DDP does) or use reduction=zero_opt.AtStep()"
+                    f"{rank}, so p.grad is not yet reduced; reduce it (DDP does, in a backward outside ddp.no_sync()) "
+                    "or use reduction=zero_opt.AtStep()"
                 )
 
     def _require_reduced(self, agreed: StepAgreement) -> None:
@@ -90,7 +91,8 @@ class AlreadyReducedGrads(GradReduction):
         if len(samples) and ((finite != finite[:1]).any() or apart.amax() > _FAR_APART * numbers.abs().amax()):
             raise GradientConflict(
                 f"the gradients of {flat.label} differ between ranks, so p.grad is not yet reduced; put the model into "
-                "DistributedDataParallel, or use reduction=zero_opt.Overlapped() or AtStep() without it"
+                "DistributedDataParallel, and run the last backward of each step outside ddp.no_sync(); or use "
+                "reduction=zero_opt.Overlapped() or AtStep() without it"
             )
         # Gradients of nothing but zeros, or NaN, show nothing; of sparse ones there is no sample.
         self._compared = not len(samples) or bool(numbers.any())

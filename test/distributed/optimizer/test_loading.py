@@ -99,6 +99,34 @@ def test_groups_that_are_others_stay_an_error() -> None:
         opt.load_state_dict(saved, strict=False)
 
 
+def _refuses(optimizer: zero_opt.ShardedOptimizer, saved: dict[str, Any], words: str) -> None:
+    with pytest.raises(zero_opt.StateDictError, match=words):
+        optimizer.load_state_dict(saved, strict=False)
+
+
+def _load_fewer(rank: int, world_size: int) -> list[Any]:
+    """The optimizer lacks parameter 1 of those that were saved."""
+    saved, params = _saved(), _params()
+    del params[1]
+    opt = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=zero_opt.AtStep())
+    _refuses(opt, saved, "param group 0 has 3 parameters in the state dict and 2 in the optimizer")
+    saved["param_groups"][0]["params"] = [0, 2]
+    saved["param_groups"][0]["lr"] = -1.0
+    _refuses(opt, saved, "lr")
+    saved["param_groups"][0]["lr"] = 0.5
+    opt.load_state_dict(saved, strict=False)
+    opt.consolidate_state_dict()
+    states = opt.state_dict()["state"] if rank == 0 else {}
+    opt.close()
+    return [*states.values()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_keep_their_numbers_of_parameters_unless_the_dict_is_changed(world_size: int) -> None:
+    saved = _saved()["state"]
+    assert_bitwise(run_threads(world_size, _load_fewer)[0], [saved[0], saved[2]])
+
+
 def _strict_of_one(rank: int, world_size: int) -> str:
     opt = zero_opt.ShardedOptimizer(_params(), torch.optim.Adam, reduction=zero_opt.AtStep())
     with pytest.raises(zero_opt.ConfigTypeError) as caught:
