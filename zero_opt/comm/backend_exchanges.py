@@ -15,13 +15,13 @@ from ..errors import ConfigConflict, StepDesync
 from ..layout import Span
 from ..system.devices import HOST, is_host
 from . import process_identity
-from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_tree_order, wait_all
+from .exchange import Exchange, Ident, StagedExchange, StagingPool, chunks_of, mean_in_tree_order
 from .groups import ALL, ALONE, FAKE, THREADED, Group
 from .pairwise_exchange import PairwiseExchange
 from .relay_exchange import RelayExchange
 from .shared_memory_exchange import build_host_exchange
 from .single_rank_exchange import AloneExchange
-from .transfers import Transfer
+from .transfers import Transfer, wait_all
 
 # The backend's own mean: a sum may overflow where the mean does not. (torch's types say less than it takes.)
 _MEAN: Any = dist.ReduceOp.AVG

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -175,15 +176,12 @@ class ParamRuns(list[Run]):
     """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
 
     Attributes:
-        native: what a native exchange has made of these runs.
-        views: what a :class:`StagedExchange` copies, by the address of its staging: this rank's shard, and what comes
-            from others.
+        kept: what an exchange has made of these runs, by what else that depends on.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         super().__init__(runs)
-        self.native: Any = None
-        self.views: dict[int, Sequence[Views]] = {}
+        self.kept: dict[Hashable, Any] = {}
 
     @property
     def first(self) -> Tensor:
@@ -193,28 +191,35 @@ class ParamRuns(list[Run]):
         return values
 
 
-def parts_within(runs: Sequence[Run], span: Span) -> Iterator[tuple[Run, Span]]:
+# A run, and where in the bucket some of its elements are.
+Part = tuple[Run, Span]
+
+
+def parts_within(runs: Sequence[Run], span: Span) -> Iterator[Part]:
     """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
-    first = max(bisect_right(runs, span.start, key=lambda run: run.start) - 1, 0)  # that starts there, or before
-    for run in runs[first:]:
-        if run.start >= span.stop:
+    low, high = span
+    first = max(bisect_right(runs, low, key=attrgetter("start")) - 1, 0)  # that starts there, or before
+    for run in islice(runs, first, None):
+        start, stop = run.start, run.start + run.numel
+        if start >= high:
             return
-        part = Span(max(run.start, span.start), min(run.start + run.numel, span.stop))
-        if part.start < part.stop:
-            yield run, part
+        start, stop = max(start, low), min(stop, high)
+        if start < stop:
+            yield run, Span(start, stop)
 
 
-def paired(runs: Sequence[Run], span: Span, buffer: Tensor) -> Views:
-    """Return views of the runs' elements within a span of the bucket, and of their places in ``buffer``, for copies.
+def paired(parts: Iterable[Part], start: int, buffer: Tensor) -> Views:
+    """Return views of the elements of parts of runs, and of their places in ``buffer``, for copies.
 
     Args:
-        buffer: has room for the span.
+        start: where in the bucket the buffer begins.
     """
     of_runs, places = list[Tensor](), list[Tensor]()
-    for run, (low, high) in parts_within(runs, span):
-        if run.values is not None:
-            of_runs.append(run.values[low - run.start : high - run.start])
-            places.append(buffer[low - span.start : high - span.start])
+    for run, (low, high) in parts:
+        values = run.values
+        if values is not None:
+            of_runs.append(values[low - run.start : high - run.start])
+            places.append(buffer[low - start : high - start])
     return of_runs, places
 
 
@@ -224,12 +229,13 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def put_together(runs: Sequence[Run], span: Span, buffer: Tensor) -> Tensor:
-    """Copy the elements within a span of the bucket to ``buffer``, zeros where there are no values, and return it."""
-    values, places = paired(runs, span, buffer)
+def put_together(parts: Sequence[Part], start: int, buffer: Tensor) -> Tensor:
+    """Copy the elements of parts of runs to ``buffer``, zeros where there are no values, and return it."""
+    values, places = paired(parts, start, buffer)
     copy_all(places, values)
-    for _, (low, high) in parts_within([run for run in runs if run.values is None], span):
-        buffer[low - span.start : high - span.start].zero_()
+    for run, (low, high) in parts if len(values) < len(parts) else ():
+        if run.values is None:
+            buffer[low - start : high - start].zero_()
     return buffer
 
 
@@ -389,7 +395,8 @@ class StagedExchange(Exchange):
         self._note_reduction(bounds, self._rank, out.element_size())
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
-            bucket = put_together(runs, Span(0, bounds[-1]), self._staging(0, bounds[-1], out))
+            parts = list(parts_within(runs, Span(0, bounds[-1])))
+            bucket = put_together(parts, 0, self._staging(0, bounds[-1], out))
         if not any(run.add for run in runs):
             return self.reduce_scatter(ident, bucket, bounds, out)
         mean = self._pool.buffer(MEAN, out.numel(), out.dtype, out.device)
@@ -407,10 +414,10 @@ class StagedExchange(Exchange):
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         self._note_gather(bounds, self._rank, runs.first.element_size())
         bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
-        views = runs.views.get(bucket.data_ptr())
+        views = runs.kept.get(bucket.data_ptr())
         if views is None:
-            views = runs.views[bucket.data_ptr()] = [
-                paired(runs, span, bucket[start : start + span.numel]) for span, start in self._gathered(bounds)
+            views = runs.kept[bucket.data_ptr()] = [
+                paired(parts_within(runs, span), span.start - start, bucket) for span, start in self._gathered(bounds)
             ]
         (values, places), *arriving = views
         copy_all(places, values)
@@ -422,12 +429,6 @@ class StagedExchange(Exchange):
                 copy_all(values, places)
 
         return finish
-
-
-def wait_all(transfers: Iterable[Any]) -> None:
-    """Wait for transfers, each of which has a ``wait()``."""
-    for transfer in transfers:
-        transfer.wait()
 
 
 def nothing_left() -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .exchange import Ident, wait_all
+from .exchange import Ident
+from .transfers import wait_all
 
 # An exchange has at most so many messages to a peer, besides the header.
 MOST_MESSAGES = 25

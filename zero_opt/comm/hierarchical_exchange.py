@@ -34,11 +34,11 @@ from .exchange import (
     copy_all,
     of_lane,
     parts_within,
-    wait_all,
 )
 from .pairwise_exchange import RECEIVED, SENT, PairwiseExchange
 from .pieces import in_pieces
 from .shared_ranks import native_bucket
+from .transfers import wait_all
 
 # The dtypes whose sums over a host are exact enough to travel: those of bf16 and fp16 would be rounded twice.
 _SUMMED = (torch.float32, torch.float64)
@@ -199,8 +199,9 @@ class HierarchicalExchange(Exchange):
         dtype = runs.first.dtype
         if dtype not in NATIVE_DTYPES:
             return self._messages.gather_runs(ident, runs, bounds)
-        if runs.native is None:
-            runs.native = [self._native(runs, bounds, host, dtype) for host in range(len(self._order))]
+        buckets = runs.kept.get(dtype)
+        if buckets is None:
+            buckets = runs.kept[dtype] = [self._native(runs, bounds, host, dtype) for host in range(len(self._order))]
         peers = [self._counterparts[host] for host in self._order[:-1]]
         gathering = self._messages.start_gather(ident, runs, bounds, peers)
 
@@ -209,7 +210,7 @@ class HierarchicalExchange(Exchange):
             for turn, host in enumerate([self._host, *self._order[:-1]]):
                 if host != self._host:
                     gathering.arrive(self._counterparts[host])
-                if not self._shared.gather(self._local(ident, turn), runs.native[host]):
+                if not self._shared.gather(self._local(ident, turn), buckets[host]):
                     raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
             gathering.end()
 

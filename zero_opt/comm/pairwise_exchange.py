@@ -8,7 +8,7 @@ same on every rank, so both ends of a message cut it alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .exchange import (
     Exchange,
     Ident,
     ParamRuns,
+    Part,
     Run,
     StagingPool,
     add_mean,
@@ -28,10 +29,10 @@ from .exchange import (
     paired,
     parts_within,
     put_together,
-    wait_all,
 )
 from .headed_messages import MOST_MESSAGES, TAG_MODULUS, HeadedMessages, PeerMessages
 from .pieces import in_pieces
+from .transfers import wait_all
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
@@ -44,79 +45,96 @@ _GATHERED = (SENT, RECEIVED)
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
 
-def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Span]:
+class Stretch(NamedTuple):
+    """Elements of a bucket that are one message, and the parts of runs that have them."""
+
+    span: Span
+    parts: Sequence[Part]
+
+    def in_place(self, dtype: torch.dtype) -> Tensor | None:
+        """Return a view of the elements where they are, if they lie together in memory, in this dtype."""
+        if len(self.parts) != 1 or self.parts[0][1] != self.span:
+            return None
+        run = self.parts[0][0]
+        values, start = run.values, self.span.start - run.start
+        return None if values is None or values.dtype is not dtype else values[start : start + self.span.numel]
+
+
+def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Stretch]:
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
-    messages, begin = [], low
-    for _, (start, stop) in parts_within(runs, Span(low, high)):
+    messages, begin, parts = list[Stretch](), low, list[Part]()
+    for part in parts_within(runs, Span(low, high)):
+        start, stop = part[1]
         if stop - start >= least:
             if begin < start:
-                messages.append(Span(begin, start))
-            messages.append(Span(start, stop))
-            begin = stop
+                messages.append(Stretch(Span(begin, start), parts))
+            messages.append(Stretch(part[1], [part]))
+            begin, parts = stop, []
+        else:
+            parts.append(part)
     if begin < high:
-        messages.append(Span(begin, high))
+        messages.append(Stretch(Span(begin, high), parts))
     return messages
 
 
-def _in_place(runs: Sequence[Run], span: Span, dtype: torch.dtype) -> Tensor | None:
-    """Return a view of the span where it is, if its elements lie together in memory, in this dtype."""
-    for run, part in parts_within(runs, span):
-        if run.values is not None and part == span and run.values.dtype is dtype:
-            return run.values[part.start - run.start : part.stop - run.start]
-    return None
+class _Staged(NamedTuple):
+    """The messages that stretches travel in, and what is copied to or from those that are staged.
+
+    Attributes:
+        places: of elements in the messages. values: the same elements in the runs.
+    """
+
+    messages: list[Tensor]
+    places: list[Tensor]
+    values: list[Tensor]
 
 
-class _Stretches:
-    """A pooled buffer, for the spans of one exchange that do not lie together in the dtype in which they travel."""
+class _Staging:
+    """A pooled buffer, for the stretches of one exchange that do not lie together in the dtype in which they travel."""
 
     def __init__(
-        self,
-        pool: StagingPool,
-        slot: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        runs: Sequence[Run],
-        plans: Iterable[Sequence[Span]],
+        self, pool: StagingPool, slot: int, dtype: torch.dtype, device: torch.device, plans: Iterable[list[Stretch]]
     ) -> None:
-        """``plans``: all spans of the exchange that travel in this dtype."""
-        numel = sum(span.numel for plan in plans for span in plan if _in_place(runs, span, dtype) is None)
-        self._runs, self._buffer, self._used = runs, pool.buffer(slot, numel, dtype, device), 0
+        """``plans``: all stretches of the exchange that travel in this dtype."""
+        numel = sum(one.span.numel for plan in plans for one in plan if one.in_place(dtype) is None)
+        self.buffer, self._used = pool.buffer(slot, numel, dtype, device), 0
 
-    def room(self, numel: int) -> Tensor:
+    def room(self, stretch: Stretch) -> Tensor:
         """Return the next elements of the buffer."""
-        self._used += numel
-        return self._buffer[self._used - numel : self._used]
+        self._used += stretch.span.numel
+        return self.buffer[self._used - stretch.span.numel : self._used]
 
-    def filled(self, span: Span) -> Tensor:
-        """Return a span's elements, in place or put together here, with zeros where there are none."""
-        here = _in_place(self._runs, span, self._buffer.dtype)
-        return put_together(self._runs, span, self.room(span.numel)) if here is None else here
+    def filled(self, stretch: Stretch) -> Tensor:
+        """Return a stretch's elements, in place or put together here, with zeros where there are none."""
+        here = stretch.in_place(self.buffer.dtype)
+        return put_together(stretch.parts, stretch.span.start, self.room(stretch)) if here is None else here
+
+    def staged(self, plan: list[Stretch]) -> _Staged:
+        """Return stretches of parameters, in place or with room here."""
+        staged = _Staged([], [], [])
+        for stretch in plan:
+            here = stretch.in_place(self.buffer.dtype)
+            if here is None:
+                here = self.room(stretch)
+                values, places = paired(stretch.parts, stretch.span.start, here)
+                staged.values.extend(values)
+                staged.places.extend(places)
+            staged.messages.append(here)
+        return staged
 
 
 class Gathering:
-    """The shards of some ranks, on their way into this rank's runs."""
+    """The shards of some ranks, on their way into this rank's parameters."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-        self._sends, self._receives = list[Any](), dict[int, list[Any]]()
-        self._staged: dict[int, list[tuple[Span, Tensor]]] = {}
-
-    def receive(self, peer: int, work: Any, span: Span, staged: Tensor | None) -> None:
-        """Add a message from a peer; ``staged``: where it arrives, if that is not where it is wanted."""
-        self._receives.setdefault(peer, []).append(work)
-        if staged is not None:
-            self._staged.setdefault(peer, []).append((span, staged))
-
-    def send(self, work: Any) -> None:
-        """Add a message to a peer."""
-        self._sends.append(work)
+    def __init__(self, arriving: Mapping[int, _Staged], receives: Mapping[int, list[Any]], sends: list[Any]) -> None:
+        """``arriving``, ``receives``: by peer."""
+        self._arriving, self._receives, self._sends = arriving, receives, sends
 
     def arrive(self, peer: int) -> None:
         """Wait for a peer's shard."""
-        wait_all(self._receives.get(peer, ()))
-        for span, staged in self._staged.get(peer, ()):
-            copy_all(*paired(self._runs, span, staged))
+        wait_all(self._receives[peer])
+        copy_all(self._arriving[peer].values, self._arriving[peer].places)
 
     def end(self) -> None:
         """Wait until this rank's shard is sent."""
@@ -176,9 +194,9 @@ class PairwiseExchange(Exchange):
         for dtype in set(dtypes.values()):
             alike = [peer for peer in self._peers if dtypes[peer] is dtype]
             plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], dtype.itemsize) for peer in alike}
-            stretches = _Stretches(self._pool, of_lane(SENT, lane), dtype, out.device, runs, plans.values())
-            outgoing |= {peer: [stretches.filled(span) for span in plan] for peer, plan in plans.items()}
-            to_receive[dtype] = plan_messages(runs, *own, dtype.itemsize)
+            staging = _Staging(self._pool, of_lane(SENT, lane), dtype, out.device, plans.values())
+            outgoing |= {peer: [staging.filled(stretch) for stretch in plan] for peer, plan in plans.items()}
+            to_receive[dtype] = [stretch.span for stretch in plan_messages(runs, *own, dtype.itemsize)]
             if dtype is not out.dtype:
                 arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype), lane)
         numbers = {peer: self.headed.announce(peer, ident, outgoing[peer]) for peer in self._peers}
@@ -230,23 +248,28 @@ class PairwiseExchange(Exchange):
 
     def start_gather(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int], peers: Sequence[int]) -> Gathering:
         """Start to exchange shards with some peers, which must start the same with this rank."""
-        like, slot = runs.first, _GATHERED[ident.sequence % 2]
-        item = like.element_size()
-        plans = {rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in (*peers, self.rank)}
-        stretches = _Stretches(self._pool, slot, like.dtype, like.device, runs, plans.values())
-        gathering = Gathering(runs)
-        for peer in reversed(peers):
-            for span in plans[peer]:
-                wanted = _in_place(runs, span, like.dtype)
-                into = stretches.room(span.numel) if wanted is None else wanted
-                staged = into if wanted is None else None
-                gathering.receive(peer, self._gather.receive_from(into, peer, _ELEMENTS), span, staged)
-        for span in plans[self.rank]:
-            own = stretches.filled(span)
-            for peer in peers:
-                gathering.send(self._gather.send_to(own, peer, _ELEMENTS))
-                self._sent_nbytes += own.nbytes
-        return gathering
+        of_ranks = self._staged(runs, bounds, (*reversed(peers), self.rank), _GATHERED[ident.sequence % 2])
+        receives = {
+            peer: [self._gather.receive_from(into, peer, _ELEMENTS) for into in of_ranks[peer].messages]
+            for peer in reversed(peers)
+        }
+        own, sends = of_ranks[self.rank], list[Any]()
+        copy_all(own.places, own.values)
+        for message in own.messages:
+            sends += [self._gather.send_to(message, peer, _ELEMENTS) for peer in peers]
+            self._sent_nbytes += message.nbytes * len(peers)
+        return Gathering(of_ranks, receives, sends)
+
+    def _staged(self, runs: ParamRuns, bounds: Sequence[int], ranks: Sequence[int], slot: int) -> Mapping[int, _Staged]:
+        """Return the messages in which ranks' shards travel, by rank."""
+        like, plans = runs.first, runs.kept.get(ranks)
+        if plans is None:
+            item = like.element_size()
+            plans = runs.kept[ranks] = {
+                rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in ranks
+            }
+        staging = _Staging(self._pool, slot, like.dtype, like.device, plans.values())
+        return {rank: staging.staged(plan) for rank, plan in plans.items()}
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""

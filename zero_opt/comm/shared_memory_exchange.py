@@ -67,9 +67,10 @@ class HostExchange(Exchange):
         if dtype not in NATIVE_DTYPES:
             return self._fallback.gather_runs(ident, runs, bounds)
         self._note_gather(bounds, self._fallback.rank, dtype.itemsize)
-        if runs.native is None:
-            runs.native = native_bucket(runs, bounds, dtype)
-        if not self._shared.gather(ident, runs.native):
+        bucket = runs.kept.get(dtype)
+        if bucket is None:
+            bucket = runs.kept[dtype] = native_bucket(runs, bounds, dtype)
+        if not self._shared.gather(ident, bucket):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return nothing_left
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,8 +34,10 @@ class Transfer:
                 which is waited for in slices, so that Ctrl-C gets through.
         """
         self._who, self._on_host = who, on_host
-        with peer_lost(who):
+        try:
             self._work = begin(*arguments)
+        except RuntimeError as error:
+            self._explain(error)
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the transfer is over.
@@ -44,7 +46,7 @@ class Transfer:
             seconds: how long a message may take instead of the group's timeout. If it takes longer, gloo ends the
                 whole group.
         """
-        with peer_lost(self._who):
+        try:
             if self._on_host:
                 while not done_within(self._work, SLICE_S):
                     pass
@@ -52,6 +54,15 @@ class Transfer:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            self._explain(error)
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        try:
+            with peer_lost(self._who):
+                raise error
+        finally:
+            del error  # whose traceback has this frame: in a circle they keep connections open
 
 
 class Message(Transfer):
@@ -62,33 +73,51 @@ class Message(Transfer):
 
     def __init__(self, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, group: Group) -> None:
         """``begin``: starts to send a tensor to a rank, or to receive it from there."""
-        self._peer, self._group = peer, group
-        with self._explained():
-            super().__init__(f"rank {peer}", begin, [tensor], peer, tag)
+        self._peer, self.group = peer, group
+        super().__init__(f"rank {peer}", begin, [tensor], peer, tag)
 
     def wait(self, seconds: float | None = None) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._group.aside(lambda: self.wait_here(seconds))
-        else:
-            self.wait_here(seconds)
+        aside_if_main(self.group, lambda: self.wait_here(seconds))
 
     def wait_here(self, seconds: float | None = None) -> None:
         """Wait on this thread, whichever it is."""
-        self._group.awaits(self._peer)
-        with self._explained():
-            # gloo's own limit for messages is how long the ranks had to connect.
-            super().wait(self._group.timeout_s if seconds is None else seconds)
+        self.group.awaits(self._peer)
+        # gloo's own limit for messages is how long the ranks had to connect.
+        super().wait(self.group.timeout_s if seconds is None else seconds)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """A context whose PeerLost names the rank that has left, where one can be told."""
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Name the rank that has left, where one can be told."""
         try:
-            yield
-        except PeerLost as error:
-            known = self._group.message_failed(self._peer, backend_words(error))
+            super()._explain(error)
+        except PeerLost as lost:
+            known = self.group.message_failed(self._peer, backend_words(lost))
             if known is None:
                 raise
-            raise known from error
+            raise known from lost
+        finally:
+            del error
+
+
+def aside_if_main(group: Group, wait: Callable[[], None]) -> None:
+    """Wait for messages of a group by a call, which the main thread leaves to another thread."""
+    if threading.current_thread() is threading.main_thread():
+        group.aside(wait)
+    else:
+        wait()
+
+
+def wait_all(transfers: Iterable[Any]) -> None:
+    """Wait for transfers, each of which has a ``wait()``; for messages, which are of one group, by one call."""
+    waiting = list(transfers)
+
+    def wait() -> None:
+        for transfer in waiting:
+            transfer.wait()
+
+    if waiting and isinstance(waiting[0], Message):
+        aside_if_main(waiting[0].group, wait)
+    else:
+        wait()
 
 
 class TransferQueue:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.comm import pairwise_exchange
-from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool
+from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool, parts_within
 from zero_opt.comm.headed_messages import MOST_MESSAGES
-from zero_opt.comm.pairwise_exchange import PairwiseExchange, plan_messages
+from zero_opt.comm.pairwise_exchange import PairwiseExchange, Stretch, plan_messages
 from zero_opt.layout import Span
 
 
@@ -27,10 +27,21 @@ def cases(draw: st.DrawFn) -> tuple[list[Run], int, int, int]:
     return runs, low, draw(st.integers(low, start)), draw(st.sampled_from([1, 2, 4, 16]))
 
 
+def spans(messages: list[Stretch]) -> list[Span]:
+    return [message.span for message in messages]
+
+
+@given(cases())
+def test_each_message_has_the_runs_that_are_in_it(case: tuple[list[Run], int, int, int]) -> None:
+    runs, low, high, itemsize = case
+    for span, parts in plan_messages(runs, low, high, itemsize):
+        assert list(parts) == list(parts_within(runs, span))
+
+
 @given(cases())
 def test_messages_follow_each_other_and_are_few(case: tuple[list[Run], int, int, int]) -> None:
     runs, low, high, itemsize = case
-    messages = plan_messages(runs, low, high, itemsize)
+    messages = spans(plan_messages(runs, low, high, itemsize))
     assert len(messages) <= MOST_MESSAGES
     assert all(start < stop for start, stop in messages)
     assert [low, *(stop for _, stop in messages)] == [*(start for start, _ in messages), high]
@@ -39,7 +50,7 @@ def test_messages_follow_each_other_and_are_few(case: tuple[list[Run], int, int,
 @given(cases())
 def test_a_long_run_is_a_message_by_itself(case: tuple[list[Run], int, int, int]) -> None:
     runs, low, high, itemsize = case
-    messages = plan_messages(runs, low, high, itemsize)
+    messages = spans(plan_messages(runs, low, high, itemsize))
     least = max(pairwise_exchange._LEAST_BYTES // itemsize, (high - low) // 12, 1)
     for run in runs:
         part = Span(max(run.start, low), min(run.start + run.numel, high))
@@ -51,8 +62,9 @@ def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
     numel = pairwise_exchange._LEAST_BYTES
     full = [Run(0, 10, torch.ones(10)), Run(64, numel, torch.ones(numel)), Run(64 + numel, 5, torch.ones(5))]
     bare = [run._replace(tensor=None) for run in full]
-    assert plan_messages(full, 0, numel + 69, 4) == plan_messages(bare, 0, numel + 69, 4)
-    assert plan_messages(full, 0, numel + 69, 4) == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]
+    cut = spans(plan_messages(full, 0, numel + 69, 4))
+    assert cut == spans(plan_messages(bare, 0, numel + 69, 4))
+    assert cut == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]
 
 
 class Recorded:
