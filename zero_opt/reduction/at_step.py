@@ -116,11 +116,6 @@ class AtStepReduction(GradReduction):
                 "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip "
                 "(scaler.unscale_(opt), too, comes before it, or is left out)"
             )
-        if same and fresh and steps and self.step_factor != 1.0 and error is None:
-            error = GradientConflict(
-                "step() was called again with gradients that opt.clip_grad_norm_() had clipped within the last step, "
-                "which p.grad does not show; clip them again first, or drop them with zero_grad()"
-            )
         error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
         return OwnRounds(rounds, error or sparse_refusal(self._partition))
@@ -183,14 +178,14 @@ class AtStepReduction(GradReduction):
 
     def scale(self, factor: Tensor) -> None:
         """See :class:`GradReduction`. Scales ``p.grad`` too, to which the next backward may add."""
-        params = self._parts.all_params
-        scale_([param.grad.detach() for param in params if param.grad is not None], factor)
+        self._scale_local(factor)
         self._scale_reduced(factor)
-        self._scaled = True
 
     def scale_in_step(self, factor: Tensor) -> None:
+        """See :class:`GradReduction`. Scales ``p.grad`` at once, which the step does not read."""
         super().scale_in_step(factor)
-        self._scaled, self._reduced = True, _Signature(self._parts.all_params, sampled=True)
+        self._scale_local(factor)
+        self._note_scaled()
 
     @contextmanager
     def unscaling(self, factor: Tensor) -> Iterator[None]:
@@ -199,9 +194,17 @@ class AtStepReduction(GradReduction):
         if kept:
             self._scale_reduced(factor)
 
+    def _scale_local(self, factor: Tensor) -> None:
+        scale_([param.grad.detach() for param in self._parts.all_params if param.grad is not None], factor)
+        self._scaled = True
+
     def _scale_reduced(self, factor: Tensor) -> None:
         """Follow what has multiplied every gradient since it was reduced."""
         scale_([grad for shard in self._shards() for grad in shard.grads if grad is not None], factor)
+        self._note_scaled()
+
+    def _note_scaled(self) -> None:
+        """Note that ``p.grad`` is what was reduced, but for factors."""
         self._reduced = _Signature(self._parts.all_params, sampled=True)
 
     def _matches(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
+from zero_opt.reduction.grad_norm import clip_factor
 
 NUMELS = (300, 64, 1)
 BUCKET_MB = 1024 / 2**20
@@ -92,6 +93,39 @@ def _add_after_clip(rank: int, world_size: int, added: bool) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_group_may_be_added_between_clipping_and_the_step(world_size: int) -> None:
     assert_bitwise(run_threads(world_size, _add_after_clip, True), run_threads(world_size, _add_after_clip, False))
+
+
+def _accumulate(rank: int, world_size: int, dtype: torch.dtype, options: Any, by_hand: bool) -> list[list[Tensor]]:
+    """Clip, step, and take another step with the clipped gradients and new ones, as without zero_grad().
+
+    Args:
+        by_hand: drop the gradients, and make the sum of both.
+    """
+    params, optimizer = _made(dtype, **options)
+    first, second = ([grad.to(dtype) for grad in _gradients(step, rank)] for step in range(2))
+    for param, grad in zip(params, first, strict=True):
+        param.grad = grad.clone()
+    norm = optimizer.clip_grad_norm_(MAX_NORM)
+    shown = [param.grad.clone() for param in params if param.grad is not None]
+    optimizer.step()
+    if by_hand:
+        shown = [grad.mul_(clip_factor(norm, MAX_NORM)) for grad in first]
+        optimizer.zero_grad()
+        for param, clipped, grad in zip(params, shown, second, strict=True):
+            param.grad = clipped + grad
+    else:
+        for param, grad in zip(params, second, strict=True):
+            assert param.grad is not None
+            param.grad += grad
+    optimizer.step()
+    optimizer.close()
+    return [shown, [param.detach() for param in params]]
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["", "masters"])
+def test_a_gradient_that_was_clipped_is_added_to(masters: bool) -> None:
+    given = (torch.bfloat16, MASTERS) if masters else (torch.float32, {})
+    assert_bitwise(run_threads(2, _accumulate, *given, False), run_threads(2, _accumulate, *given, True))
 
 
 def _by_scaler(params: list[Tensor], optimizer: Optimizer) -> None:
