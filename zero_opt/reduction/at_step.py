@@ -70,13 +70,20 @@ def _samples(grads: Iterable[Tensor | None]) -> list[Tensor]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad is not None:
-            values = (grad._values() if grad.layout is torch.sparse_coo else grad).detach()
-            step = max(1, values.numel() // _FEW)
-            places = torch.arange(0, values.numel(), step, dtype=torch.int64, device=values.device)
-            few = values.take(places[:_FEW])
+            few = _few((grad._values() if grad.layout is torch.sparse_coo else grad).detach())
             real = torch.view_as_real(few.resolve_conj()).flatten() if few.is_complex() else few
-            by_device.setdefault(grad.device, []).append(real.double())
-    return [torch.cat(few) for few in by_device.values()]
+            by_device.setdefault(grad.device, []).append(real)
+    return [torch.cat(views).to(torch.float64) for views in by_device.values()]
+
+
+def _few(values: Tensor) -> Tensor:
+    """Return values at equal distances, (at most _FEW,); a view where that is possible."""
+    count = min(_FEW, values.numel())
+    step = values.numel() // max(1, count)
+    if values.is_contiguous():
+        return values.as_strided((count,), (step,), values.storage_offset())
+    places = torch.arange(count, dtype=torch.int64, device=values.device)
+    return values.take(places * step)
 
 
 def _no_grad() -> None:

@@ -195,3 +195,36 @@ def _train_with_nan(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_are_nan_are_clipped_and_stepped(world_size: int) -> None:
     run_threads(world_size, _train_with_nan)
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "one": lambda: torch.ones(()),
+    "transposed": lambda: torch.ones(12, 10).t(),
+    "channels last": lambda: torch.ones(4, 3, 5, 5).to(memory_format=torch.channels_last),
+    "complex": lambda: torch.ones(40, dtype=torch.complex64),
+    "fp64": lambda: torch.ones(40, dtype=torch.float64),
+}
+
+
+def _edit_one(rank: int, world_size: int, layout: str) -> None:
+    """Write to one gradient of several layouts, on one rank, without a trace but in its values."""
+    params = [torch.nn.Parameter(torch.ones(3, 0)), *(torch.nn.Parameter(make()) for make in LAYOUTS.values())]
+    optimizer = Optimizer(params, torch.optim.SGD, lr=0.25, reduction=zero_opt.AtStep(BUCKET_MB))
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    optimizer.clip_grad_norm_(MAX_NORM)
+    edited = params[1 + [*LAYOUTS].index(layout)].grad
+    assert edited is not None
+    if rank == 1:
+        edited.data.mul_(2.0)
+    with pytest.raises(zero_opt.GradientConflict, match=r"edited after opt\.clip_grad_norm_\(\)"):
+        optimizer.step()
+    if rank == 1:
+        edited.data.mul_(0.5)
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_edit_of_one_gradient_is_noticed_whatever_its_layout(layout: str) -> None:
+    run_threads(2, _edit_one, layout)
