@@ -44,12 +44,13 @@ class Sketch(NamedTuple):
 
     Attributes:
         flat: of a tensor on the meta device with the parameter's shape, strides and dtype.
-        device: where the parameter is, or will be.
+        device: where the parameter is, or will be. requires_grad: of the parameter.
     """
 
     flat: FlatParam
     group: int
     device: torch.device
+    requires_grad: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,7 +72,7 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
         )
     check_memory(param, label)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-    return Sketch(FlatParam(like, label), group, device)
+    return Sketch(FlatParam(like, label), group, device, param.requires_grad)
 
 
 class _Silent:

@@ -201,7 +201,7 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
     for sketch in sketches.values():
         placed[sketch.group]["params"].append(sketch)
     config.placement.check(placed, names.__getitem__)
-    trainable = [index for index, (_, param) in enumerate(listed) if param.requires_grad]
+    trainable = [index for index, sketch in sketches.items() if sketch.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(MOST_RANKS_PER_HOST, world_size), config)
 
 

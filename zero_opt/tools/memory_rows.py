@@ -139,7 +139,7 @@ class Sizing:
     def _add_alone(self, tally: Tally) -> None:
         tally["grads", DEVICE, "gradients"] = self._grads_nbytes
         for index in self.trainable:
-            flat, group, _ = self.sketches[index]
+            flat, group = self.sketches[index].flat, self.sketches[index].group
             for key, nbytes in self._state_nbytes(group, flat.param.shape, flat.param.dtype).items():
                 tally["state", DEVICE, key] += nbytes
 

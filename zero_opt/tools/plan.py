@@ -78,10 +78,10 @@ class _Placed(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What is kept of a parameter: by which class, with which of its options, and how moments are stored."""
+    """What is kept of a parameter: by which class, with which of its arguments, and how moments are stored."""
 
     optimizer: type[torch.optim.Optimizer]
-    options: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     moments: str = "float32"
 
     @property
@@ -174,7 +174,7 @@ def _preference(entry: tuple[tuple[int, ...], Choice]) -> tuple[Any, ...]:
     return bool(choice.lacks), worth, sum(choice.lacks.values()), choice.exposed_s
 
 
-def _forms(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> list[_Form]:
+def _forms(optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> list[_Form]:
     """Return the forms that the state of a class may have, the most exact first."""
     if optimizer_class not in PLANNED:
         names = ", ".join(cls.__name__ for cls in PLANNED)
@@ -183,8 +183,8 @@ def _forms(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, A
             "estimate takes any class"
         )
     compact = _COMPACT.get(optimizer_class)
-    found = [_Form(optimizer_class, options)]
-    return found + [_Form(compact, options, moments) for moments in ("bfloat16", "block8") if compact is not None]
+    found = [_Form(optimizer_class, defaults)]
+    return found + [_Form(compact, defaults, moments) for moments in ("bfloat16", "block8") if compact is not None]
 
 
 def _choices(numel: float, machines: Machines, forms: Sequence[_Form]) -> Iterator[tuple[tuple[int, ...], Choice]]:
@@ -206,13 +206,13 @@ def _choice(numel: float, machines: Machines, placed: _Placed, form: _Form, *, f
         if sum(nbytes[place].values()) > machines.room(place)
     }
     says = form.says if not placed.late else f"{form.says}, each update one step late"
-    code, params = _code(placed, form, fsdp=fsdp), "FSDP2" if fsdp else "on every rank"
+    code, params = _code(machines, placed, form, fsdp=fsdp), "FSDP2" if fsdp else "on every rank"
     exposed_s = _exposed_s(nbytes, machines, placed)
     return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks)
 
 
-def _code(placed: _Placed, form: _Form, *, fsdp: bool) -> str:
-    own = _arguments(placed, form, fsdp=fsdp)
+def _code(machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> str:
+    own = _arguments(machines, placed, form, fsdp=fsdp)
     arguments = [
         "model.parameters()",
         f"{'zero_opt' if form.native else 'torch.optim'}.{form.optimizer.__name__}",
@@ -225,18 +225,25 @@ def _code(placed: _Placed, form: _Form, *, fsdp: bool) -> str:
     return wrap + line if fsdp else line
 
 
-def _arguments(placed: _Placed, form: _Form, *, fsdp: bool) -> dict[str, Any]:
+def _arguments(machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> dict[str, Any]:
     """Return what the optimizer is given besides parameters, class, ``lr`` and offload.
 
-    Where parameters are bf16, masters are in fp32, as an offload has them anyhow; of compact state, in the second half
-    of split ones.
+    bf16 parameters have fp32 masters (an offload makes them by itself). With compact moments the master is split.
     """
     if not form.native:
         masters = {} if fsdp or placed.offload else {"precision": MixedPrecision(torch.float32)}
-        return {"fused": True, **form.options, **masters}
-    master = "split" if form.moments != "float32" else None if placed.offload else "float32"
-    state = AdamState(form.moments, None if fsdp else master)
-    return {**form.options, **({} if state == AdamState() else {"state": state})}
+        steps_on_device = placed.offload is None and not machines.on_host
+        # torch's fused Adagrad runs on the CPU alone.
+        fused = {} if steps_on_device and form.optimizer is torch.optim.Adagrad else {"fused": True}
+        return {**fused, **form.defaults, **masters}
+    if fsdp:  # where parameters are fp32
+        master = None
+    elif form.moments != "float32":
+        master = "split"
+    else:
+        master = None if placed.offload else "float32"
+    state = AdamState(form.moments, master)
+    return {**form.defaults, **({} if state == AdamState() else {"state": state})}
 
 
 def _written(value: object) -> str:
@@ -275,7 +282,7 @@ def _estimated(
         offload=placed.offload,
         param_dtype=torch.float32 if fsdp else torch.bfloat16,
         device=machines.device,
-        **_arguments(placed, form, fsdp=fsdp),
+        **_arguments(machines, placed, form, fsdp=fsdp),
     )
     if found.ranks_per_host != min(machines.ranks_per_host, ranks):
         found = found.on_hosts_of(machines.ranks_per_host)

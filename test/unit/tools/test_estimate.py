@@ -90,6 +90,13 @@ def test_compact_state_of_the_native_class_alone() -> None:
         assert found.nbytes("state") == each * (1 << 20) + step
 
 
+def test_a_frozen_parameter_may_be_what_the_native_class_does_not_step() -> None:
+    params = [torch.zeros(8, requires_grad=True), torch.zeros(8, dtype=torch.float64)]
+    assert estimate(params, 2, zero_opt.CPUAdamW).nbytes("state") > 0
+    with pytest.raises(UnsupportedParam, match=r"parameter 1 must be .*, got torch\.float64"):
+        estimate([param.requires_grad_() for param in params], 2, zero_opt.CPUAdamW)
+
+
 def test_layouts_with_gaps_have_copies() -> None:
     param = nn.Parameter(torch.zeros(100, 64)[:, :32])
     rows = estimate([param], 2).rows

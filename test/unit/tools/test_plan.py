@@ -113,6 +113,14 @@ def test_a_class_for_the_cpu_alone_needs_an_offload_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("cls", PLANNED)
+def test_a_class_is_fused_where_torch_has_that(cls: type[torch.optim.Optimizer]) -> None:
+    for choice in plan(1e8, machines(), cls):
+        of_torch = f"torch.optim.{cls.__name__}," in choice.code
+        on_device = choice.offload == "none"
+        assert ("fused=True" in choice.code) == (of_torch and not (on_device and cls is torch.optim.Adagrad))
+
+
+@pytest.mark.parametrize("cls", PLANNED)
 @pytest.mark.parametrize("number", range(3))
 def test_the_line_of_code_runs_where_parameters_are_on_the_cpu(number: int, cls: type[torch.optim.Optimizer]) -> None:
     there = machines(device="cpu", world_size=1, ranks_per_host=1)
