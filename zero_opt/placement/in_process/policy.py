@@ -51,7 +51,8 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
         params = [param for group in groups for param in group["params"]]
         self._check_split_masters(params, describe)
         cls = self.inputs.optimizer_class
-        if issubclass(cls, NativeOptimizer):
+        if self.inputs.is_native_class:  # a user's subclass steps by itself, and checks what it is given
+            assert issubclass(cls, NativeOptimizer)
             for index, param in enumerate(params):
                 if param.requires_grad:  # what is frozen is given no place
                     cls.require_dtype(describe(index), param.dtype, self.form)

@@ -78,6 +78,29 @@ def test_each_group_is_stepped_as_it_says(cls: Any, bucket_mb: float) -> None:
             torch.testing.assert_close(one, other.detach())
 
 
+class Mine(zero_opt.CPUAdamW):
+    """A user's subclass, which steps by itself."""
+
+
+def _train_subclass(rank: int, world_size: int, master: Any) -> list[Tensor]:
+    groups = {0: _params(0, torch.bfloat16)}
+    state = zero_opt.AdamState(master=master)
+    with pytest.raises(zero_opt.UnsupportedParam, match=r"got torch\.bfloat16; state=.*master='float32'"):
+        zero_opt.ShardedOptimizer(groups[0], Mine, lr=0.02)
+    optimizer = zero_opt.ShardedOptimizer(groups[0], Mine, state=state, lr=0.02)
+    _train(optimizer, groups, range(STEPS))
+    optimizer.close()
+    return [param.detach() for param in groups[0]]
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_a_subclass_of_a_native_class_keeps_the_masters_that_it_is_told_to(master: Any) -> None:
+    plain = {0: _params(0, torch.bfloat16)}
+    _train(zero_opt.CPUAdamW(plain[0], state=zero_opt.AdamState(master=master), lr=0.02), plain, range(STEPS))
+    for params in run_processes(2, _train_subclass, master):
+        assert_bitwise(params, plain[0])
+
+
 def _train_loaded(rank: int, world_size: int, saved: Any) -> list[Tensor]:
     params = _params(0)
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, reduction=zero_opt.Overlapped(0.002), fused=True)
