@@ -2,7 +2,7 @@
 
 ``python -m test.sanitize.build FOLDER PROGRAM SANITIZERS [MUTANT]``: PROGRAM of this folder, as FOLDER/program, with
 all native sources but the bindings compiled anew with ``-fsanitize=SANITIZERS``. MUTANT, a control.cpp, takes the place
-of that. Sources include what lies in FOLDER, so the program must not have the name of a header, as <memory> is one.
+of that. FOLDER is on the include path: a program named ``memory`` there would shadow the header <memory>.
 """
 
 from __future__ import annotations

@@ -183,6 +183,7 @@ def test_nonsense_is_refused_by_name(words: str, told: str, capsys: pytest.Captu
     assert told in capsys.readouterr().err
 
 
+# "0.0015t" is trillions; small, since time grows with the number of buckets.
 @pytest.mark.parametrize("text", ["1.07B", "4.02B", "8.03B", "0.1K", "7e9", "0.0015t", "350M"])
 def test_sizes_of_models_are_whole_numbers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", text, "--world", "8"]) == 0

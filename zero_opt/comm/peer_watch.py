@@ -44,8 +44,9 @@ LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 _STORE_S = 2.0
 # How long a rank may take to read what all ranks have put down there.
 _REPORT_S = 1.0
-# A connection is closed a little before its process has ended, which takes longer where many processes run.
-_CLOSING_S, _ENDING_S = 0.3, 5.0
+# How long a process may outlive its connections: where the network may have broken them, and where only its end can.
+_CLOSING_S = 0.3
+_ENDING_S = 5.0
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
 # How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.

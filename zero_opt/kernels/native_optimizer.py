@@ -178,7 +178,10 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def require_dtype(cls, name: str, dtype: torch.dtype, form: AdamState) -> None:
-        """Raise UnsupportedParam, naming the param, if the class does not step a dtype in this form; says what does."""
+        """Raise UnsupportedParam if the class does not step a dtype in this form.
+
+        The message names the parameter, and what does step it.
+        """
         taken = param_dtypes(form)
         if dtype in taken:
             return
@@ -270,11 +273,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _require_dicts(self) -> None:
         """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
-        odd = {
-            id(param): state
-            for param, state in self.state.items()
-            if type(state) is not dict and not isinstance(state, Mapping)
-        }
+        odd = {id(param): state for param, state in self.state.items() if not isinstance(state, Mapping)}
         for name, param in self._named() if odd else ():
             if id(param) in odd:
                 given = quoted(odd[id(param)])

@@ -101,7 +101,10 @@ class Engine(Protocol):
         return ()
 
     def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
-        """Return a context within which GradScaler multiplies every ``p.grad`` by a 0-dim tensor."""
+        """Return a context in which GradScaler multiplies every ``p.grad`` by ``factor``, a 0-dim tensor.
+
+        On exit, gradients that were reduced from ``p.grad`` are multiplied too.
+        """
         return nullcontext()
 
     def zero_grad(self) -> None:

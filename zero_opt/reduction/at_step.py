@@ -115,8 +115,7 @@ class AtStepReduction(GradReduction):
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         """Look for gradients that are not reduced yet. Sends nothing before the ranks have agreed."""
         params, reduced = self._parts.all_params, self._reduced
-        same = self._matches()
-        fresh = not same or (self._stepped and not (steps and self._kept))
+        fresh = not self._is_reduced(steps=steps)
         gone = reduced is not None and reduced.gone(params)
         if fresh and self._scaled and not gone and error is None:
             error = GradientConflict(
@@ -196,9 +195,9 @@ class AtStepReduction(GradReduction):
 
     @contextmanager
     def unscaling(self, factor: Tensor) -> Iterator[None]:
-        kept = self._matches() and (self._kept or not self._stepped)
+        reduced = self._is_reduced(steps=True)
         yield
-        if kept:
+        if reduced:
             self._scale_reduced(factor)
 
     def _scale_local(self, factor: Tensor) -> None:
@@ -214,9 +213,14 @@ class AtStepReduction(GradReduction):
         """Note that ``p.grad`` is what was reduced, but for factors."""
         self._reduced = _Signature(self._parts.all_params, sampled=True)
 
-    def _matches(self) -> bool:
-        """Return whether the shards have what ``p.grad`` has."""
-        return self._reduced is not None and self._reduced.matches(self._parts.all_params)
+    def _is_reduced(self, *, steps: bool) -> bool:
+        """Return whether the shards hold what ``p.grad`` holds, and need not be reduced again.
+
+        Args:
+            steps: for a step, which may take clipped gradients a second time.
+        """
+        same = self._reduced is not None and self._reduced.matches(self._parts.all_params)
+        return same and (not self._stepped or (steps and self._kept))
 
     def reset(self) -> None:
         self._reduced, self._scaled, self._stepped, self.step_factor = None, False, False, 1.0

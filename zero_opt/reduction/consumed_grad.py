@@ -115,7 +115,7 @@ def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
 
 
 def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:
-    """Return the error of a reduction that meets a gradient whose values another one has."""
+    """Return the error for a gradient whose values another optimizer has taken."""
     if grad.owner() is None:
         return GradientConflict(
             f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"

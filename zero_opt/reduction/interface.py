@@ -190,7 +190,10 @@ class GradReduction(ABC):
         self.step_factor *= float(factor)
 
     def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
-        """Return a context within which GradScaler multiplies every ``p.grad`` by a 0-dim tensor."""
+        """Return a context in which GradScaler multiplies every ``p.grad`` by ``factor``, a 0-dim tensor.
+
+        On exit, gradients that were reduced from ``p.grad`` are multiplied too.
+        """
         return nullcontext()
 
     def reset(self) -> None:

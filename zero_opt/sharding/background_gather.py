@@ -151,7 +151,7 @@ class BackgroundGather(ParamGather):
     def failed(self) -> Sequence[int]:
         if self._failures is None:
             return ()
-        self._require_ends_here(self._failures)
+        self._refuse_in_fork(self._failures)
         ranks: Sequence[int] = outcome(self._failures, self._lookout)
         return ranks
 
@@ -226,7 +226,7 @@ class BackgroundGather(ParamGather):
     def _await(self, index: int) -> None:
         arriving = self._arriving.get(index)
         if arriving is not None:
-            self._require_ends_here(arriving)
+            self._refuse_in_fork(arriving)
             try:
                 with self._seconds.counted("params"), Phase("params"):
                     event = outcome(arriving, self._lookout)
@@ -240,8 +240,11 @@ class BackgroundGather(ParamGather):
         # Nothing is left, unless a Ctrl-C in step() has kept the bucket from the thread.
         self._results.await_result(index)
 
-    def _require_ends_here(self, awaited: Future[Any]) -> None:
-        """Raise ProcessGroupError in a fork if a future was not done before it: the thread is in no fork."""
+    def _refuse_in_fork(self, awaited: Future[Any]) -> None:
+        """Raise ProcessGroupError if this is a fork and the future was not done before it.
+
+        The thread that would complete it runs in the parent only.
+        """
         if os.getpid() != self._pid and not awaited.done():
             raise ProcessGroupError(
                 f"this process was forked from process {self._pid} while parameters were on their way there, and "
@@ -255,7 +258,7 @@ class BackgroundGather(ParamGather):
             ProcessGroupError: in a fork that lacks parameters, at every call.
         """
         for arriving in self._arriving.values():
-            self._require_ends_here(arriving)
+            self._refuse_in_fork(arriving)
         with Unwatched():
             try:
                 for index in [*self._arriving, *self._arrived]:

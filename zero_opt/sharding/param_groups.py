@@ -20,9 +20,9 @@ _WAY_OUT = (
 )
 # Where the groups hold planned parameters alone, but not as they were planned.
 _PUT_BACK = (
-    "groups keep the parameters that they were made with: put those back, in their order; or, on every rank, construct "
-    "a new optimizer with other groups, and load a state dict that has these groups. A parameter that is to be trained "
-    "no more may stay, with requires_grad_(False)"
+    "the groups must keep the parameters that they were made with: put those back, in their order; or, on every rank, "
+    "construct a new optimizer with the groups you want, and load a state dict with the same groups. To stop training "
+    "a parameter, leave it in its group and call requires_grad_(False)"
 )
 
 

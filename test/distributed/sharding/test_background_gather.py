@@ -174,7 +174,7 @@ def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[
     assert_bitwise(runs[0], runs[1])
 
 
-def _in_a_fork(does: Callable[[Model, zero_opt.ShardedOptimizer], object]) -> None:
+def _close_in_a_fork(rank: int, world_size: int) -> None:
     """Fork while a gather is under way."""
     model = Model()
     optimizer = zero_opt.ShardedOptimizer(
@@ -183,16 +183,16 @@ def _in_a_fork(does: Callable[[Model, zero_opt.ShardedOptimizer], object]) -> No
     optimizer._engine.gather._arriving[0] = Future()  # that of a thread which is in no fork
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # for a child that waits for ever
-        does(model, optimizer)
-        os._exit(0)
+        status = 1
+        try:
+            signal.alarm(60)  # for a child that waits for ever
+            optimizer.close()
+            status = 0
+        finally:
+            os._exit(status)
     del optimizer._engine.gather._arriving[0]
     assert os.waitpid(child, 0)[1] == 0
     optimizer.close()
-
-
-def _close_in_a_fork(rank: int, world_size: int) -> None:
-    _in_a_fork(lambda _, optimizer: optimizer.close())
 
 
 def test_a_close_in_a_fork_waits_for_no_gather() -> None:
@@ -238,8 +238,12 @@ def _read_in_a_fork(rank: int, world_size: int, first: str) -> None:
     optimizer.step()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # for a child that waits for ever
-        os._exit(sum(not _is_refused(READS[name], model) for name in (first, *READS, *READS)))
+        taken = 1
+        try:
+            signal.alarm(60)  # for a child that waits for ever
+            taken = sum(not _is_refused(READS[name], model) for name in (first, *READS, *READS))
+        finally:
+            os._exit(taken)
     begin.set()
     assert os.waitpid(child, 0)[1] == 0
     optimizer.flush()

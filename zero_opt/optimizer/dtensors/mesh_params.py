@@ -62,7 +62,7 @@ class MeshParams:
     Attributes:
         shards: what FSDP does with the parameters.
         takes_plain: whether parameters may be plain tensors, whose gradients no rank reduces here.
-        by_muon: whether ``torch.optim.Muon`` steps the DTensors, which takes not all of them.
+        by_muon: whether ``torch.optim.Muon`` steps the DTensors: each needs at least one row per rank.
         call: the call of the user's that is under way, which ranks compare.
     """
 

@@ -152,7 +152,7 @@ class StateFile:
         if error.errno == errno.EFBIG:
             most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             instead = (
-                "take a folder on a file system that has longer files"
+                "use a folder on a file system that allows longer files"
                 if most == resource.RLIM_INFINITY
                 else f"raise the limit of {FILE_SIZE_LIMIT} (now {mib(most)})"
             )
