@@ -176,12 +176,13 @@ class ParamRuns(list[Run]):
     """The parameters of a bucket as they lie in memory, each with its values; kept from step to step.
 
     Attributes:
-        kept: what an exchange has made of these runs, by what else that depends on.
+        cache: what an exchange derived from these runs, by what else it depends on: the address of a staging buffer, a
+            dtype, or a tuple of ranks.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         super().__init__(runs)
-        self.kept: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
 
     @property
     def first(self) -> Tensor:
@@ -191,11 +192,14 @@ class ParamRuns(list[Run]):
         return values
 
 
-# A run, and where in the bucket some of its elements are.
-Part = tuple[Run, Span]
+class RunSpan(NamedTuple):
+    """Some elements of a run, and where in the bucket they are."""
+
+    run: Run
+    span: Span
 
 
-def parts_within(runs: Sequence[Run], span: Span) -> Iterator[Part]:
+def run_spans_within(runs: Sequence[Run], span: Span) -> Iterator[RunSpan]:
     """Yield every run that has elements within a span of the bucket, and where in the bucket those are."""
     low, high = span
     first = max(bisect_right(runs, low, key=attrgetter("start")) - 1, 0)  # that starts there, or before
@@ -205,17 +209,17 @@ def parts_within(runs: Sequence[Run], span: Span) -> Iterator[Part]:
             return
         start, stop = max(start, low), min(stop, high)
         if start < stop:
-            yield run, Span(start, stop)
+            yield RunSpan(run, Span(start, stop))
 
 
-def paired(parts: Iterable[Part], start: int, buffer: Tensor) -> Views:
-    """Return views of the elements of parts of runs, and of their places in ``buffer``, for copies.
+def paired(run_spans: Iterable[RunSpan], start: int, buffer: Tensor) -> Views:
+    """Return views of some elements of runs, and of their places in ``buffer``, for copies.
 
     Args:
         start: where in the bucket the buffer begins.
     """
     of_runs, places = list[Tensor](), list[Tensor]()
-    for run, (low, high) in parts:
+    for run, (low, high) in run_spans:
         values = run.values
         if values is not None:
             of_runs.append(values[low - run.start : high - run.start])
@@ -229,11 +233,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def put_together(parts: Sequence[Part], start: int, buffer: Tensor) -> Tensor:
-    """Copy the elements of parts of runs to ``buffer``, zeros where there are no values, and return it."""
-    values, places = paired(parts, start, buffer)
+def put_together(run_spans: Sequence[RunSpan], start: int, buffer: Tensor) -> Tensor:
+    """Copy some elements of runs to ``buffer``, zeros where there are no values, and return it."""
+    values, places = paired(run_spans, start, buffer)
     copy_all(places, values)
-    for run, (low, high) in parts if len(values) < len(parts) else ():
+    for run, (low, high) in run_spans:
         if run.values is None:
             buffer[low - start : high - start].zero_()
     return buffer
@@ -395,15 +399,15 @@ class StagedExchange(Exchange):
         self._note_reduction(bounds, self._rank, out.element_size())
         bucket = runs[0].values if runs[0].numel == bounds[-1] else None
         if bucket is None:
-            parts = list(parts_within(runs, Span(0, bounds[-1])))
-            bucket = put_together(parts, 0, self._staging(0, bounds[-1], out))
+            run_spans = list(run_spans_within(runs, Span(0, bounds[-1])))
+            bucket = put_together(run_spans, 0, self._staging(0, bounds[-1], out))
         if not any(run.add for run in runs):
             return self.reduce_scatter(ident, bucket, bounds, out)
         mean = self._pool.buffer(MEAN, out.numel(), out.dtype, out.device)
         if not self.reduce_scatter(ident, bucket, bounds, mean):
             return False
         own = bounds[self._rank]
-        for run, part in parts_within(runs, Span(own, bounds[self._rank + 1])):
+        for run, part in run_spans_within(runs, Span(own, bounds[self._rank + 1])):
             there = slice(part.start - own, part.stop - own)
             if run.add:
                 out[there] += mean[there]
@@ -414,10 +418,11 @@ class StagedExchange(Exchange):
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         self._note_gather(bounds, self._rank, runs.first.element_size())
         bucket = self._staging(ident.sequence % (self.gathers_ahead + 1), bounds[-1], runs.first)
-        views = runs.kept.get(bucket.data_ptr())
+        views = runs.cache.get(bucket.data_ptr())
         if views is None:
-            views = runs.kept[bucket.data_ptr()] = [
-                paired(parts_within(runs, span), span.start - start, bucket) for span, start in self._gathered(bounds)
+            views = runs.cache[bucket.data_ptr()] = [
+                paired(run_spans_within(runs, span), span.start - start, bucket)
+                for span, start in self._gathered(bounds)
             ]
         (values, places), *arriving = views
         copy_all(places, values)

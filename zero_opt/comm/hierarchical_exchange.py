@@ -33,7 +33,7 @@ from .exchange import (
     chunks_of,
     copy_all,
     of_lane,
-    parts_within,
+    run_spans_within,
 )
 from .pairwise_exchange import RECEIVED, SENT, PairwiseExchange
 from .pieces import in_pieces
@@ -113,7 +113,7 @@ class HierarchicalExchange(Exchange):
     def _native(self, runs: Sequence[Run], bounds: Sequence[int], host: int, dtype: torch.dtype) -> Any:
         """Return the part of a bucket that one host's ranks own."""
         of_host = self._bounds(bounds, host)
-        within = [run._replace(add=False) for run, _ in parts_within(runs, Span(of_host[0], of_host[-1]))]
+        within = [run._replace(add=False) for run, _ in run_spans_within(runs, Span(of_host[0], of_host[-1]))]
         return native_bucket(within, of_host, dtype)
 
     @property
@@ -191,7 +191,7 @@ class HierarchicalExchange(Exchange):
         """Write the mean over all ranks of this rank's shard, given the sums over each host."""
         _, runs, bounds, out, *_ = reduction
         own = Span(bounds[self._messages.rank], bounds[self._messages.rank + 1])
-        for run, (low, high) in parts_within(runs, own):
+        for run, (low, high) in run_spans_within(runs, own):
             there = slice(low - own.start, high - own.start)
             add_mean([part[there] for part in sums], out[there], add=run.add, count=self._world_size)
 
@@ -199,9 +199,9 @@ class HierarchicalExchange(Exchange):
         dtype = runs.first.dtype
         if dtype not in NATIVE_DTYPES:
             return self._messages.gather_runs(ident, runs, bounds)
-        buckets = runs.kept.get(dtype)
+        buckets = runs.cache.get(dtype)
         if buckets is None:
-            buckets = runs.kept[dtype] = [self._native(runs, bounds, host, dtype) for host in range(len(self._order))]
+            buckets = runs.cache[dtype] = [self._native(runs, bounds, host, dtype) for host in range(len(self._order))]
         peers = [self._counterparts[host] for host in self._order[:-1]]
         gathering = self._messages.start_gather(ident, runs, bounds, peers)
 

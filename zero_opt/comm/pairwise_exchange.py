@@ -20,15 +20,15 @@ from .exchange import (
     Exchange,
     Ident,
     ParamRuns,
-    Part,
     Run,
+    RunSpan,
     StagingPool,
     add_mean,
     copy_all,
     of_lane,
     paired,
-    parts_within,
     put_together,
+    run_spans_within,
 )
 from .headed_messages import MOST_MESSAGES, TAG_MODULUS, HeadedMessages, PeerMessages
 from .pieces import in_pieces
@@ -46,16 +46,16 @@ _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
 
 class Stretch(NamedTuple):
-    """Elements of a bucket that are one message, and the parts of runs that have them."""
+    """Elements of a bucket that are one message, and the runs that have them."""
 
     span: Span
-    parts: Sequence[Part]
+    run_spans: Sequence[RunSpan]
 
     def in_place(self, dtype: torch.dtype) -> Tensor | None:
         """Return a view of the elements where they are, if they lie together in memory, in this dtype."""
-        if len(self.parts) != 1 or self.parts[0][1] != self.span:
+        if len(self.run_spans) != 1 or self.run_spans[0].span != self.span:
             return None
-        run = self.parts[0][0]
+        run = self.run_spans[0].run
         values, start = run.values, self.span.start - run.start
         return None if values is None or values.dtype is not dtype else values[start : start + self.span.numel]
 
@@ -63,26 +63,26 @@ class Stretch(NamedTuple):
 def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Stretch]:
     """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
     least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
-    messages, begin, parts = list[Stretch](), low, list[Part]()
-    for part in parts_within(runs, Span(low, high)):
-        start, stop = part[1]
+    messages, begin, short = list[Stretch](), low, list[RunSpan]()
+    for run_span in run_spans_within(runs, Span(low, high)):
+        start, stop = run_span.span
         if stop - start >= least:
             if begin < start:
-                messages.append(Stretch(Span(begin, start), parts))
-            messages.append(Stretch(part[1], [part]))
-            begin, parts = stop, []
+                messages.append(Stretch(Span(begin, start), short))
+            messages.append(Stretch(run_span.span, [run_span]))
+            begin, short = stop, []
         else:
-            parts.append(part)
+            short.append(run_span)
     if begin < high:
-        messages.append(Stretch(Span(begin, high), parts))
+        messages.append(Stretch(Span(begin, high), short))
     return messages
 
 
-class _Staged(NamedTuple):
-    """The messages that stretches travel in, and what is copied to or from those that are staged.
+class _ShardMessages(NamedTuple):
+    """The messages that carry one rank's shard, and the copies between the runs and those that are not in place.
 
     Attributes:
-        places: of elements in the messages. values: the same elements in the runs.
+        places: views of messages that are not in place. values: views of the same elements in the runs.
     """
 
     messages: list[Tensor]
@@ -108,26 +108,28 @@ class _Staging:
     def filled(self, stretch: Stretch) -> Tensor:
         """Return a stretch's elements, in place or put together here, with zeros where there are none."""
         here = stretch.in_place(self.buffer.dtype)
-        return put_together(stretch.parts, stretch.span.start, self.room(stretch)) if here is None else here
+        return put_together(stretch.run_spans, stretch.span.start, self.room(stretch)) if here is None else here
 
-    def staged(self, plan: list[Stretch]) -> _Staged:
+    def messages_of(self, plan: list[Stretch]) -> _ShardMessages:
         """Return stretches of parameters, in place or with room here."""
-        staged = _Staged([], [], [])
+        shard = _ShardMessages([], [], [])
         for stretch in plan:
             here = stretch.in_place(self.buffer.dtype)
             if here is None:
                 here = self.room(stretch)
-                values, places = paired(stretch.parts, stretch.span.start, here)
-                staged.values.extend(values)
-                staged.places.extend(places)
-            staged.messages.append(here)
-        return staged
+                values, places = paired(stretch.run_spans, stretch.span.start, here)
+                shard.values.extend(values)
+                shard.places.extend(places)
+            shard.messages.append(here)
+        return shard
 
 
 class Gathering:
     """The shards of some ranks, on their way into this rank's parameters."""
 
-    def __init__(self, arriving: Mapping[int, _Staged], receives: Mapping[int, list[Any]], sends: list[Any]) -> None:
+    def __init__(
+        self, arriving: Mapping[int, _ShardMessages], receives: Mapping[int, list[Any]], sends: list[Any]
+    ) -> None:
         """``arriving``, ``receives``: by peer."""
         self._arriving, self._receives, self._sends = arriving, receives, sends
 
@@ -227,7 +229,7 @@ class PairwiseExchange(Exchange):
 
     def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:
         """Add up this rank's shard and what the peers have sent of it."""
-        for run, (low, high) in parts_within(runs, own):
+        for run, (low, high) in run_spans_within(runs, own):
             there = slice(low - own.start, high - own.start)
             if run.values is None:
                 values = self._pool.buffer(_ZEROS, high - low, out.dtype, out.device).zero_()
@@ -248,28 +250,30 @@ class PairwiseExchange(Exchange):
 
     def start_gather(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int], peers: Sequence[int]) -> Gathering:
         """Start to exchange shards with some peers, which must start the same with this rank."""
-        of_ranks = self._staged(runs, bounds, (*reversed(peers), self.rank), _GATHERED[ident.sequence % 2])
+        messages = self._messages_of_ranks(runs, bounds, (*reversed(peers), self.rank), _GATHERED[ident.sequence % 2])
         receives = {
-            peer: [self._gather.receive_from(into, peer, _ELEMENTS) for into in of_ranks[peer].messages]
+            peer: [self._gather.receive_from(into, peer, _ELEMENTS) for into in messages[peer].messages]
             for peer in reversed(peers)
         }
-        own, sends = of_ranks[self.rank], list[Any]()
+        own, sends = messages[self.rank], list[Any]()
         copy_all(own.places, own.values)
         for message in own.messages:
             sends += [self._gather.send_to(message, peer, _ELEMENTS) for peer in peers]
             self._sent_nbytes += message.nbytes * len(peers)
-        return Gathering(of_ranks, receives, sends)
+        return Gathering(messages, receives, sends)
 
-    def _staged(self, runs: ParamRuns, bounds: Sequence[int], ranks: Sequence[int], slot: int) -> Mapping[int, _Staged]:
+    def _messages_of_ranks(
+        self, runs: ParamRuns, bounds: Sequence[int], ranks: Sequence[int], slot: int
+    ) -> Mapping[int, _ShardMessages]:
         """Return the messages in which ranks' shards travel, by rank."""
-        like, plans = runs.first, runs.kept.get(ranks)
+        like, plans = runs.first, runs.cache.get(ranks)
         if plans is None:
             item = like.element_size()
-            plans = runs.kept[ranks] = {
+            plans = runs.cache[ranks] = {
                 rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in ranks
             }
         staging = _Staging(self._pool, slot, like.dtype, like.device, plans.values())
-        return {rank: staging.staged(plan) for rank, plan in plans.items()}
+        return {rank: staging.messages_of(plan) for rank, plan in plans.items()}
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""

@@ -13,7 +13,7 @@ import torch
 
 from ..layout import ALIGN, Span
 from ..system.stages import CallStages, Lane, Pieces
-from .exchange import BucketReduction, Run, parts_within
+from .exchange import BucketReduction, Run, run_spans_within
 
 # So many pieces are under way at a time, of so many bytes at most, unless ranks are too many for messages of that size.
 LANES, PIECE_BYTES = 8, 6 << 20
@@ -85,7 +85,7 @@ def _pieces_of(reduction: BucketReduction, rank: int) -> Iterator[BucketReductio
 
 def _runs_within(runs: Sequence[Run], span: Span, at: int) -> Iterator[Run]:
     """Yield the runs' elements within a span of the bucket, as a run of a piece in which the span begins ``at``."""
-    for run, (low, high) in parts_within(runs, span):
+    for run, (low, high) in run_spans_within(runs, span):
         values = None if run.values is None else run.values[low - run.start : high - run.start]
         yield Run(at + low - span.start, high - low, values, run.add)
 

@@ -67,9 +67,9 @@ class HostExchange(Exchange):
         if dtype not in NATIVE_DTYPES:
             return self._fallback.gather_runs(ident, runs, bounds)
         self._note_gather(bounds, self._fallback.rank, dtype.itemsize)
-        bucket = runs.kept.get(dtype)
+        bucket = runs.cache.get(dtype)
         if bucket is None:
-            bucket = runs.kept[dtype] = native_bucket(runs, bounds, dtype)
+            bucket = runs.cache[dtype] = native_bucket(runs, bounds, dtype)
         if not self._shared.gather(ident, bucket):
             raise StepDesync(f"another rank skipped the parameter exchange of step {ident.step}")
         return nothing_left

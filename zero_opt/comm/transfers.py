@@ -62,7 +62,7 @@ class Transfer:
             with peer_lost(self._who):
                 raise error
         finally:
-            del error  # whose traceback has this frame: in a circle they keep connections open
+            del error  # its traceback refers to this frame: that cycle would keep connections open
 
 
 class Message(Transfer):
@@ -87,6 +87,7 @@ class Message(Transfer):
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         """Name the rank that has left, where one can be told."""
+        known: PeerLost | None = None
         try:
             super()._explain(error)
         except PeerLost as lost:
@@ -95,7 +96,7 @@ class Message(Transfer):
                 raise
             raise known from lost
         finally:
-            del error
+            del error, known
 
 
 def aside_if_main(group: Group, wait: Callable[[], None]) -> None:

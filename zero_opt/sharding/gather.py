@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..comm.exchange import Exchange, Ident, copy_all, paired, parts_within
+from ..comm.exchange import Exchange, Ident, copy_all, paired, run_spans_within
 from ..comm.groups import Group
 from .buckets import GradBucket
 from .flat_param import OwnWrites
@@ -136,7 +136,7 @@ def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
         for rank in range(group.world_size):
             shard = bucket.layout.shard(rank)
             chunk = staging[: shard.numel]
-            values, places = paired(parts_within(arrivals.runs, shard), shard.start, chunk)
+            values, places = paired(run_spans_within(arrivals.runs, shard), shard.start, chunk)
             if rank == group.rank:
                 copy_all(places, values)
             group.broadcast(chunk.view(torch.uint8), rank)

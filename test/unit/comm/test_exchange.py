@@ -206,7 +206,7 @@ def test_gathers_that_overlap_have_a_buffer_each_and_views_are_made_once() -> No
     places = [bucket.data_ptr() for bucket in exchange.buckets]
     assert places[:2] == places[2:]
     assert places[0] != places[1]
-    assert len(runs.kept) == 2
+    assert len(runs.cache) == 2
 
 
 # -- the pool of buffers ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.comm import pairwise_exchange
-from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool, parts_within
+from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool, run_spans_within
 from zero_opt.comm.headed_messages import MOST_MESSAGES
 from zero_opt.comm.pairwise_exchange import PairwiseExchange, Stretch, plan_messages
 from zero_opt.layout import Span
@@ -34,8 +34,8 @@ def spans(messages: list[Stretch]) -> list[Span]:
 @given(cases())
 def test_each_message_has_the_runs_that_are_in_it(case: tuple[list[Run], int, int, int]) -> None:
     runs, low, high, itemsize = case
-    for span, parts in plan_messages(runs, low, high, itemsize):
-        assert list(parts) == list(parts_within(runs, span))
+    for span, run_spans in plan_messages(runs, low, high, itemsize):
+        assert list(run_spans) == list(run_spans_within(runs, span))
 
 
 @given(cases())

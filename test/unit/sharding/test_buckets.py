@@ -271,7 +271,7 @@ def test_an_optimizer_keeps_two_staging_buffers_however_its_buckets_grow() -> No
                 optimizer.step()
                 optimizer.zero_grad()
             sharded = optimizer._engine
-            kept = [views for kept in sharded.gather._arrivals.values() for views in kept.runs.kept.values()]
+            kept = [views for kept in sharded.gather._arrivals.values() for views in kept.runs.cache.values()]
             alive = storages(view for parts in kept for _, places in parts for view in places)
             found.append((len(alive), sharded.parts.pool.nbytes))
         optimizer.close()
