@@ -22,6 +22,7 @@ from ...sharding.wrapped_class import require_real_if_fused, steps_params_apart
 from ...system.devices import is_host
 from ...system.extension import native_available, require_native
 from ...system.shared_memory import page_aligned
+from ..compact_state import is_compact
 from ..core_sharers import agree_on_threads
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
@@ -71,6 +72,15 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
                     f"{cls.__name__} (fused={group.get('fused')!r}): take Adam or AdamW with fused=True, or "
                     f"{self.inputs.fp32_masters}"
                 )
+
+    def require_known_state(self) -> None:
+        """Raise UnsupportedOptimizer for compact state of a user's subclass of a native class, which it alone reads."""
+        cls, state = self.inputs.optimizer_class, self.inputs.defaults.get("state")
+        if isinstance(state, AdamState) and is_compact(state) and not self.inputs.is_native_class:
+            raise UnsupportedOptimizer(
+                f"{cls.__name__} keeps {state!r} as its own, which can be neither sharded nor offloaded: take the "
+                "class that it is derived from, or state=zero_opt.AdamState(master='float32')"
+            )
 
     def native_steps(self) -> NativeSteps | None:
         """What steps by the native kernel, if there is one for the class here."""
@@ -125,6 +135,7 @@ class OnDevicePolicy(InProcessPolicy[None]):
         return param.dtype if self.form.master is None else dtype, param.device
 
     def build(self, group: Group) -> DevicePlacement:  # noqa: ARG002
+        self.require_known_state()
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
         return DevicePlacement(cls, defaults, DeviceUnits(self.form), self.native_steps())
 
@@ -157,6 +168,7 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
             self._require_class_steps(params, describe, f"ratio={self.offload.ratio} may leave it", ", or ratio=1")
 
     def build(self, group: Group) -> DevicePlacement:
+        self.require_known_state()
         agree_on_threads(self.name, self.threads, group)
         cls, defaults = self.inputs.optimizer_class, self.inputs.defaults
         strategy = CPUPlacement if steps_params_apart(cls) else DevicePlacement

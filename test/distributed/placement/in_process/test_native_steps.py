@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ class Mine(zero_opt.CPUAdamW):
     """A user's subclass, which steps by itself."""
 
 
-def _train_subclass(rank: int, world_size: int, master: Any) -> list[Tensor]:
+def _train_subclass(rank: int, world_size: int) -> list[Tensor]:
     groups = {0: _params(0, torch.bfloat16)}
-    state = zero_opt.AdamState(master=master)
+    state = zero_opt.AdamState(master="float32")
     with pytest.raises(zero_opt.UnsupportedParam, match=r"got torch\.bfloat16; state=.*master='float32'"):
         zero_opt.ShardedOptimizer(groups[0], Mine, lr=0.02)
     optimizer = zero_opt.ShardedOptimizer(groups[0], Mine, state=state, lr=0.02)
@@ -93,12 +94,41 @@ def _train_subclass(rank: int, world_size: int, master: Any) -> list[Tensor]:
     return [param.detach() for param in groups[0]]
 
 
-@pytest.mark.parametrize("master", ["float32", "split"])
-def test_a_subclass_of_a_native_class_keeps_the_masters_that_it_is_told_to(master: Any) -> None:
+def test_a_subclass_of_a_native_class_keeps_the_masters_that_it_is_told_to() -> None:
     plain = {0: _params(0, torch.bfloat16)}
-    _train(zero_opt.CPUAdamW(plain[0], state=zero_opt.AdamState(master=master), lr=0.02), plain, range(STEPS))
-    for params in run_processes(2, _train_subclass, master):
+    state = zero_opt.AdamState(master="float32")
+    _train(zero_opt.CPUAdamW(plain[0], state=state, lr=0.02), plain, range(STEPS))
+    for params in run_processes(2, _train_subclass):
         assert_bitwise(params, plain[0])
+
+
+COMPACT = [zero_opt.AdamState(moments="block8"), zero_opt.AdamState("bfloat16"), zero_opt.AdamState(master="split")]
+
+
+def _constructs_a_subclass(rank: int, world_size: int, state: Any, offload: Any) -> None:
+    with pytest.raises(zero_opt.UnsupportedOptimizer, match=r"Mine keeps AdamState\(.* neither sharded nor offloaded"):
+        zero_opt.ShardedOptimizer(_params(0, torch.bfloat16), Mine, state=state, offload=offload)
+
+
+@pytest.mark.parametrize("state", COMPACT)
+@pytest.mark.parametrize(("world_size", "offload"), [(2, None), (1, zero_opt.CPUOffload())])
+def test_compact_state_of_a_subclass_is_neither_sharded_nor_offloaded(
+    state: Any, world_size: int, offload: Any
+) -> None:
+    run_processes(world_size, _constructs_a_subclass, state, offload)
+
+
+@pytest.mark.parametrize("state", COMPACT[:2])
+def test_compact_state_of_a_subclass_is_its_own_at_one_rank(state: Any) -> None:
+    found = []
+    for make in (Mine, partial(zero_opt.ShardedOptimizer, optimizer_class=Mine)):
+        groups = {0: _params(0)}
+        optimizer = make(groups[0], state=state, lr=0.02)
+        _train(optimizer, groups, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        _train(optimizer, groups, range(2, STEPS))
+        found.append([param.detach() for param in groups[0]])
+    assert_bitwise(*found)
 
 
 def _train_loaded(rank: int, world_size: int, saved: Any) -> list[Tensor]:
