@@ -51,13 +51,20 @@ class Stretch(NamedTuple):
     span: Span
     run_spans: Sequence[RunSpan]
 
+    def is_in_place(self, dtype: torch.dtype) -> bool:
+        """Return whether the elements lie together in memory, in this dtype."""
+        if len(self.run_spans) != 1:
+            return False
+        run, span = self.run_spans[0]
+        return span == self.span and run.tensor is not None and run.tensor.dtype is dtype
+
     def in_place(self, dtype: torch.dtype) -> Tensor | None:
-        """Return a view of the elements where they are, if they lie together in memory, in this dtype."""
-        if len(self.run_spans) != 1 or self.run_spans[0].span != self.span:
+        """Return a view of the elements where they are, if :meth:`is_in_place`."""
+        if not self.is_in_place(dtype):
             return None
         run = self.run_spans[0].run
         values, start = run.values, self.span.start - run.start
-        return None if values is None or values.dtype is not dtype else values[start : start + self.span.numel]
+        return None if values is None else values[start : start + self.span.numel]
 
 
 def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Stretch]:
@@ -97,7 +104,7 @@ class _Staging:
         self, pool: StagingPool, slot: int, dtype: torch.dtype, device: torch.device, plans: Iterable[list[Stretch]]
     ) -> None:
         """``plans``: all stretches of the exchange that travel in this dtype."""
-        numel = sum(one.span.numel for plan in plans for one in plan if one.in_place(dtype) is None)
+        numel = sum(one.span.numel for plan in plans for one in plan if not one.is_in_place(dtype))
         self.buffer, self._used = pool.buffer(slot, numel, dtype, device), 0
 
     def room(self, stretch: Stretch) -> Tensor:
