@@ -43,6 +43,25 @@ def test_gradients_that_were_clipped_within_a_step_are_clipped_in_the_next() -> 
     assert on_ranks(_stepped_again) == [[0.5]] * 2
 
 
+def _unreduced(rank: int) -> str:
+    """Reduce the gradients of every step but number 1."""
+    param, optimizer = _made(rank, reduction=zero_opt.AlreadyReduced())
+    for step in range(3):
+        param.grad = torch.full_like(param, 1.0 + rank * (step == 1))
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            return f"{step}: {error}"
+        finally:
+            optimizer.zero_grad()
+    return ""
+
+
+def test_gradients_that_nobody_has_reduced_are_noticed_in_the_step_after() -> None:
+    for message in on_ranks(_unreduced):
+        assert message.startswith("2: ") and "in step 1" in message and "not yet reduced" in message
+
+
 def _leaves() -> tuple[int, int]:
     param, optimizer = _made(0)
     param.sum().backward()

@@ -22,6 +22,8 @@ from ..system.shared_memory import allocation_errors
 from .groups import Group, bytes_tensor, tensor_bytes
 
 _HEADER = struct.Struct("<qqqBddQqQ")
+# What a reduction may add to a report.
+SAMPLE_NBYTES = 80
 # Parameters that an error names.
 _NAMED = 3
 # Of the header's flags.
@@ -46,6 +48,7 @@ class StepReport:
         edits: a digest of which parameters the user has written to here since the last agreement, and how often.
         abandoned: rounds that this rank has exchanged since the last step and ``zero_grad`` has voided, as far as an
             exchange of such a round on another rank would be answered by a later one here.
+        sample: values that the reduction compares between ranks, at most SAMPLE_NBYTES.
     """
 
     step: int
@@ -63,6 +66,7 @@ class StepReport:
     hypers: int = 0
     abandoned: int = 0
     edits: int = 0
+    sample: bytes = b""
 
     @property
     def call(self) -> str:
@@ -76,16 +80,17 @@ class StepReport:
         numbers = (self.clip_to or 0.0, self.inv_scale, self.hypers, self.abandoned, self.edits)
         header = _HEADER.pack(self.step, self.epoch, self.rounds, flags, *numbers)
         masks = (self.used, self.trainable, self.restarted)
-        return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks)
+        return header + b"".join(mask.to_bytes(mask_bytes, "little") for mask in masks) + self.sample
 
     @classmethod
     def unpack(cls, raw: bytes, mask_bytes: int) -> tuple[StepReport, bool]:
         """Return what :meth:`pack` was given."""
-        step, epoch, rounds, flags, clip_to, *others = _HEADER.unpack_from(raw)
-        starts = [_HEADER.size + place * mask_bytes for place in range(3)]
+        step, epoch, rounds, flags, clip_to, scale, hypers, abandoned, edits = _HEADER.unpack_from(raw)
+        *starts, end = [_HEADER.size + place * mask_bytes for place in range(4)]
         used, trainable, restarted = (int.from_bytes(raw[start : start + mask_bytes], "little") for start in starts)
         absent, unscales, limit = bool(flags & _ABSENT), bool(flags & _UNSCALES), clip_to if flags & _CLIPS else None
         told = (absent, limit, unscales, bool(flags & _SCALED), bool(flags & _OVERFLOWS))
+        others = (scale, hypers, abandoned, edits, raw[end:])
         report = cls(step, epoch, rounds, used, trainable, restarted, *told, *others)
         return report, bool(flags & _FAILED)
 
@@ -134,7 +139,9 @@ class Agreement:
 
     def reserve(self, param_count: int) -> None:
         """Let each report of a step about so many parameters travel in one message."""
-        self.group.inline_bytes = max(self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count))
+        self.group.inline_bytes = max(
+            self.group.inline_bytes, _HEADER.size + 3 * _mask_bytes(param_count) + SAMPLE_NBYTES
+        )
 
     def agree_on_step(self, mine: StepReport, param_count: int, error: ZeroOptError | None = None) -> StepAgreement:
         """Agree on the state of the step about to be taken.

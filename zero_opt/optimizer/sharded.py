@@ -228,6 +228,7 @@ class ShardedEngine(BetweenSteps):
             hypers=0 if own.error else self._digest.of(self.parts.param_groups, self.parts.visible.dropped),
             abandoned=own.abandoned,
             edits=edits_digest(edits),
+            sample=own.sample,
         )
 
     def _accept_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:

@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import StepAgreement
-from ..comm.groups import tensor_bytes
 from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..layout import ParamSlice, indices_of
 from .consumed_grad import consumed_conflict
 from .grad_norm import scale_
+from .grad_samples import GradComparison
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import sparse_refusal
-
-# Of a gradient, how many elements ranks compare, and how far those may be apart, relative to the largest. Ranks that
-# have reduced have the same bits as a rule; of ranks that have not, each has the gradient of other data.
-_SAMPLE_NUMEL = 64
-_FAR_APART = 0.01
 
 
 class AlreadyReducedGrads(GradReduction):
@@ -30,16 +25,17 @@ class AlreadyReducedGrads(GradReduction):
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._copies: list[Tensor] = []
-        self._compared = False
+        self._comparison = GradComparison(parts.partition, parts.agreement.group)
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         error = error or consumed_conflict(self._parts.all_params)
-        return OwnRounds(0, error or sparse_refusal(self._partition))
+        sample = self._comparison.sample(self._parts.count.step)
+        return OwnRounds(0, error or sparse_refusal(self._partition), sample=sample)
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """Return slices of ``p.grad``, as views where its strides are the parameter's."""
         self._require_all_used(agreed)
-        self._require_reduced(agreed)
+        self._comparison.require_same(agreed, self._parts.count.step)
         self._copies.clear()
         sent = self._to_absentees(agreed) if agreed.absent else {}
         shards, used = [], indices_of(agreed.used)
@@ -61,41 +57,6 @@ class AlreadyReducedGrads(GradReduction):
                     f"{rank}, so p.grad is not yet reduced; reduce it (DDP does, in a backward outside ddp.no_sync()) "
                     "or use reduction=zero_opt.AtStep()"
                 )
-
-    def _require_reduced(self, agreed: StepAgreement) -> None:
-        """Compare a few elements between ranks, in the first step with gradients. Collective.
-
-        Raises:
-            GradientConflict: on every rank, if the elements differ.
-        """
-        group, partition = self._parts.agreement.group, self._partition
-        if self._compared or group.world_size == 1:
-            return
-        indices = indices_of(agreed.used)
-        used = [flat for index, flat in partition.flats.items() if index in indices]
-        if not used:
-            return
-        flat = max(used, key=lambda flat: flat.param.numel())
-        sample = torch.zeros(1 + _SAMPLE_NUMEL, dtype=torch.float64, device="cpu")  # first: whether there is a gradient
-        grad = flat.param.grad
-        if grad is not None and not grad.is_sparse and group.rank not in agreed.absent:
-            run = torch.view_as_real(grad).flatten() if grad.is_complex() else flat.flatten(grad.detach())
-            few = run[:: max(1, run.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL]
-            sample[0], sample[1 : 1 + few.numel()] = 1.0, few.double().cpu()
-        gathered = group.all_gather_bytes(tensor_bytes(sample), "step()")
-        samples = torch.stack([torch.frombuffer(bytearray(raw), dtype=sample.dtype) for raw in gathered])
-        samples = samples[samples[:, 0] == 1, 1:]
-        finite = samples.isfinite()
-        numbers = samples.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        apart = (numbers - numbers[:1]).abs()
-        if len(samples) and ((finite != finite[:1]).any() or apart.amax() > _FAR_APART * numbers.abs().amax()):
-            raise GradientConflict(
-                f"the gradients of {flat.label} differ between ranks, so p.grad is not yet reduced; put the model into "
-                "DistributedDataParallel, and run the last backward of each step outside ddp.no_sync(); or use "
-                "reduction=zero_opt.Overlapped() or AtStep() without it"
-            )
-        # Gradients of nothing but zeros, or NaN, show nothing; of sparse ones there is no sample.
-        self._compared = not len(samples) or bool(numbers.any())
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:
         """Send ranks that have run out of inputs their slices of the mean; returns those this rank receives."""

@@ -20,11 +20,9 @@ from ..system.inference_mode import version_of
 from .consumed_grad import consumed_conflict
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
+from .grad_samples import few_values
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
 from .sparse import SparseGrads, sparse_grads, sparse_refusal
-
-# So many elements of a gradient show whether all were changed.
-_FEW = 16
 
 
 class _Signature:
@@ -70,20 +68,8 @@ def _samples(grads: Iterable[Tensor | None]) -> list[Tensor]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad is not None:
-            few = _few((grad._values() if grad.layout is torch.sparse_coo else grad).detach())
-            real = torch.view_as_real(few.resolve_conj()).flatten() if few.is_complex() else few
-            by_device.setdefault(grad.device, []).append(real)
+            by_device.setdefault(grad.device, []).append(few_values(grad))
     return [torch.cat(views).to(torch.float64) for views in by_device.values()]
-
-
-def _few(values: Tensor) -> Tensor:
-    """Return values at equal distances, (at most _FEW,); a view where that is possible."""
-    count = min(_FEW, values.numel())
-    step = values.numel() // max(1, count)
-    if values.is_contiguous():
-        return values.as_strided((count,), (step,), values.storage_offset())
-    places = torch.arange(count, dtype=torch.int64, device=values.device)
-    return values.take(places * step)
 
 
 def _no_grad() -> None:

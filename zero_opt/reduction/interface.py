@@ -68,13 +68,14 @@ class OwnRounds(NamedTuple):
         rounds: exchanges of every bucket since the last :meth:`GradReduction.collect`.
         error: what went wrong on this rank; every rank raises it.
         restarted: parameters whose gradient was dropped or zeroed between two rounds.
-        abandoned: see :class:`StepReport`.
+        abandoned, sample: see :class:`StepReport`.
     """
 
     rounds: int
     error: ZeroOptError | None
     restarted: Collection[int] = ()
     abandoned: int = 0
+    sample: bytes = b""
 
 
 def _labeled(reduce: Callable[..., bool], *arguments: Any) -> bool:

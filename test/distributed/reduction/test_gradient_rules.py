@@ -404,32 +404,7 @@ def test_a_closed_optimizer_says_so_and_leaves_gradients_alone() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# gradients that nobody has reduced
-
-
-def _step_unreduced(rank: int, world_size: int, scale: float, dtype: torch.dtype) -> str:
-    param = torch.nn.Parameter(torch.ones(300, dtype=dtype))
-    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.Adam, reduction=zero_opt.AlreadyReduced())
-    param.grad = torch.linspace(1.0, 2.0, 300).to(dtype) * (1 + rank * scale)
-    try:
-        optimizer.step()
-    except zero_opt.GradientConflict as error:
-        assert bool((param == 1).all())
-        return str(error)
-    finally:
-        optimizer.close()
-    return ""
-
-
-@pytest.mark.parametrize("ranks", [run_threads, run_processes])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_gradients_that_differ_between_ranks_are_not_already_reduced(ranks: Ranks, dtype: torch.dtype) -> None:
-    for message in ranks(3, _step_unreduced, 0.5, dtype):
-        assert "not yet reduced" in message and "DistributedDataParallel" in message
-
-
-def test_gradients_that_were_reduced_with_other_roundings_are() -> None:
-    assert run_threads(2, _step_unreduced, 1e-4, torch.float32) == ["", ""]
+# beside DDP
 
 
 def _under_ddp(rank: int, world_size: int, hooked: bool) -> str:

@@ -1,0 +1,101 @@
+"""Under AlreadyReduced, gradients that nobody has reduced are noticed, in the first step and later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes, run_threads
+from test.support.scenario import values
+
+Ranks = Callable[..., list[Any]]
+
+
+def _step_unreduced(rank: int, world_size: int, scale: float, dtype: torch.dtype) -> str:
+    param = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.Adam, reduction=zero_opt.AlreadyReduced())
+    param.grad = torch.linspace(1.0, 2.0, 300).to(dtype) * (1 + rank * scale)
+    try:
+        optimizer.step()
+    except zero_opt.GradientConflict as error:
+        assert bool((param == 1).all())
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [run_threads, run_processes])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_that_differ_between_ranks_are_not_already_reduced(ranks: Ranks, dtype: torch.dtype) -> None:
+    for message in ranks(3, _step_unreduced, 0.5, dtype):
+        assert "not yet reduced" in message and "DistributedDataParallel" in message
+
+
+def test_gradients_that_were_reduced_with_other_roundings_are() -> None:
+    assert run_threads(2, _step_unreduced, 1e-4, torch.float32) == ["", ""]
+
+
+def _unreduced_later(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(torch.nn.Linear(50, 3))
+    optimizer = zero_opt.ShardedOptimizer(ddp.parameters(), torch.optim.Adam, reduction=zero_opt.AlreadyReduced())
+    for step in range(3):
+        with ddp.no_sync() if step == 2 else contextlib.nullcontext():
+            ddp(values(0, step, rank, 0, (4, 50))).square().sum().backward()
+        before = ddp.module.weight.detach().clone()
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            assert step == 2
+            assert_bitwise(ddp.module.weight, before)
+            return str(error)
+        finally:
+            optimizer.zero_grad()
+    return ""
+
+
+def test_a_later_step_inside_no_sync_is_noticed() -> None:
+    first, second = run_processes(2, _unreduced_later)
+    assert first == second
+    assert "in step 2" in first and "no_sync()" in first
+
+
+def _one_left_out(rank: int, world_size: int) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(50, 9), torch.nn.Linear(9, 3))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    ddp = DistributedDataParallel(model)
+    optimizer = zero_opt.ShardedOptimizer(ddp.named_parameters(), torch.optim.Adam, reduction=zero_opt.AlreadyReduced())
+    ddp(values(0, 0, rank, 0, (4, 50))).square().sum().backward()
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_parameter_that_ddp_ignores_is_noticed_in_the_first_step() -> None:
+    for message in run_processes(2, _one_left_out):
+        assert "module.1.bias" in message
+
+
+def _frozen_at_first(rank: int, world_size: int) -> int:
+    """Return in which step a parameter is noticed that nobody reduces, and that got its first gradient in step 1."""
+    params = [torch.nn.Parameter(torch.ones(40)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, reduction=zero_opt.AlreadyReduced())
+    for step in range(5):
+        for at, param in enumerate(params):
+            unreduced = at == 2 and step > 0
+            param.grad = None if at == 2 and step == 0 else torch.full((40,), 1.0 + rank * unreduced)
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict:
+            return step
+    return -1
+
+
+def test_one_gradient_is_compared_in_turn_with_every_step() -> None:
+    assert run_threads(2, _frozen_at_first) == [2, 2]
