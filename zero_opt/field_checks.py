@@ -14,6 +14,8 @@ from .errors import ConfigError, ConfigTypeError, quoted
 
 # The most threads that may step. A typo could otherwise use up all the threads that the system grants.
 _THREADS_LIMIT = 1024
+# Memory has no more: its sizes are of 64 bits with a sign.
+_MOST_MIB = 2**43
 # Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
 _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
 
@@ -52,6 +54,13 @@ def check_positive(name: str, value: Any) -> None:
     check_number(name, value)
     if not 0 < value <= sys.float_info.max:  # refuses NaN, and integers that no float can hold
         raise ConfigError(f"{name} must be positive and finite, got {quoted(value)}")
+
+
+def check_mebibytes(name: str, value: Any) -> None:
+    """Raise ConfigTypeError or ConfigError, by ``name``, unless ``value`` is a size in MiB, of less than 2^63 bytes."""
+    check_positive(name, value)
+    if value >= _MOST_MIB:
+        raise ConfigError(f"{name} is in MiB and must be less than {_MOST_MIB}, got {quoted(value)}")
 
 
 def check_not_negative(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from .field_checks import (
     check_flag,
     check_folder,
     check_integer,
+    check_mebibytes,
     check_model,
     check_not_negative,
     check_number,
@@ -60,7 +61,7 @@ class Reduction:
         keep_plain_numbers(self)
         owner = type(self).__name__
         if self.bucket_mb is not None:
-            check_positive(f"{owner}.bucket_mb", self.bucket_mb)
+            check_mebibytes(f"{owner}.bucket_mb", self.bucket_mb)
         check_choice(f"{owner}.exchange", self.exchange, EXCHANGES)
         check_model(owner, self.overlap_param_gather)
 
@@ -283,7 +284,7 @@ class NVMeOffload:
         keep_plain_numbers(self)
         _check_selective_field("NVMeOffload", self.selective)
         check_folder("NVMeOffload.path", self.path)
-        check_positive("NVMeOffload.window_mb", self.window_mb)
+        check_mebibytes("NVMeOffload.window_mb", self.window_mb)
         check_threads("NVMeOffload", self.threads)
         check_seconds("NVMeOffload.hang_timeout", self.hang_timeout)
 
@@ -321,7 +322,7 @@ class CPUOffload:
         check_positive("CPUOffload.ratio", self.ratio)
         if self.ratio > 1:
             raise ConfigError(f"CPUOffload.ratio must be at most 1, got {quoted(self.ratio)}")
-        check_positive("CPUOffload.subgroup_mb", self.subgroup_mb)
+        check_mebibytes("CPUOffload.subgroup_mb", self.subgroup_mb)
         check_threads("CPUOffload", self.threads)
 
 

@@ -80,6 +80,18 @@ def test_a_bucket_size_that_cannot_work_is_quoted(policy: type[Any], value: floa
         policy(bucket_mb=value)
 
 
+def test_sizes_that_no_memory_has_are_quoted() -> None:
+    for field, policy in (
+        ("Overlapped.bucket_mb", lambda value: Overlapped(bucket_mb=value)),
+        ("CPUOffload.subgroup_mb", lambda value: CPUOffload(subgroup_mb=value)),
+        ("NVMeOffload.window_mb", lambda value: NVMeOffload(".", window_mb=value)),
+    ):
+        policy(2**43 - 1)
+        for value in (2**43, 1e305):
+            with pytest.raises(ConfigError, match=rf"{field} is in MiB and must be less than 8796093022208, got"):
+                policy(value)
+
+
 @pytest.mark.parametrize("policy", BUCKETED)
 @pytest.mark.parametrize("value", ["25", True])
 def test_a_bucket_size_of_a_wrong_type_is_quoted(policy: type[Any], value: object) -> None:

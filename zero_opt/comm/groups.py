@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, quoted
-from ..field_checks import waited_for
+from ..field_checks import plain_number, waited_for
 from ..policies import Checks
 from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
@@ -487,10 +487,12 @@ def connect(
     return Connecting(parent, groups, patience)
 
 
-def check_rank(rank: object, world_size: int, name: str) -> None:
-    """Raise ConfigTypeError or ConfigError unless ``rank`` is a rank of a group."""
+def checked_rank(rank: Any, world_size: int, name: str) -> int:
+    """Return ``rank`` as Python's own integer. Raise ConfigTypeError or ConfigError unless it is a rank of a group."""
+    rank = plain_number(rank)
     message = f"{name} must be a rank of the group, 0 to {world_size - 1}, got {quoted(rank)}"
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise ConfigTypeError(message)
     if not 0 <= rank < world_size:
         raise ConfigError(message)
+    return rank

@@ -13,10 +13,12 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError, ConfigTypeError
+from ..field_checks import plain_number
 from ..system.extension import native, native_available
 from ..system.log import log
 
@@ -73,7 +75,7 @@ def default_threads() -> int:
     return min(fair, own)
 
 
-def checked_threads(threads: int | None) -> int:
+def checked_threads(threads: Any) -> int:
     """Return how many threads to ask for, given the user's number or ``None`` for the default.
 
     Raises:
@@ -81,6 +83,7 @@ def checked_threads(threads: int | None) -> int:
     """
     if threads is None:
         return default_threads()
+    threads = plain_number(threads)
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise ConfigTypeError(f"threads must be a positive integer or None, got {threads!r}")
     if threads < 1:

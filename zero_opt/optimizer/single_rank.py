@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from ..comm.alone_group import AloneGroup
-from ..comm.groups import Group, check_rank
+from ..comm.groups import Group, checked_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer, ZeroOptError
 from ..kernels.adam_state import code_key
@@ -182,7 +182,7 @@ class SingleRank(Engine):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def consolidate(self, to: int) -> None:
-        check_rank(to, 1, "to")
+        checked_rank(to, 1, "to")
 
     def rows(self, *, compact: bool) -> StatesByIndex:
         wrapped = self._current()

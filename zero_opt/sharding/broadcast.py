@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.groups import broadcast, carries_messages, check_rank
+from ..comm.groups import broadcast, carries_messages, checked_rank
 from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
 from ..errors import ConfigTypeError, UnsupportedParam
@@ -36,7 +36,7 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
         raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
     pg = resolve_group(process_group)
     world_size = 1 if pg is None else pg.size()
-    check_rank(src, world_size, "src")
+    src = checked_rank(src, world_size, "src")
     finish_gathers(list(model.parameters()))
     if pg is None or world_size == 1:
         return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.groups import check_rank
+from ..comm.groups import checked_rank
 from ..comm.transfers import TransferQueue
 from ..errors import StepPending
 from ..placement import Placement
@@ -192,7 +192,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
     group, mine = agreement.group, b""
     local = LocalState.of(placement, partition)
     with agreement.together("consolidate_state_dict()"):
-        check_rank(to, group.world_size, "to")
+        to = checked_rank(to, group.world_size, "to")
         mine = listing(local.batches())
     agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]

@@ -6,12 +6,12 @@ A write to a tensor in place needs nothing: the tensor is what is stepped, but f
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import StateDictError, StepPending, ZeroOptError
+from ..errors import StateDictError, StepPending, ZeroOptError, quoted
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
@@ -234,11 +234,14 @@ class VisibleState:
 
     def _adopt_slice(self, piece: ParamSlice) -> bool:
         """Return whether the placement's live state of a slice is another object than the user's entry."""
-        entry: ParamState | None = self._owner.state.get(self._params[piece.param]) or None
+        entry: Any = self._owner.state.get(self._params[piece.param]) or None
         if entry is None:
             if piece.param not in self._live:
                 return False
             self.dropped.add(piece.param)
+        elif not isinstance(entry, MutableMapping):
+            label = self._partition.flats[piece.param].label
+            raise StateDictError(f"opt.state of {label} is {quoted(entry)}, which is no dict; take it out")
         if entry and piece.param in self._cut and not isinstance(entry, ReadThrough):
             flat = self._partition.flats[piece.param]
             shape = flat.shape

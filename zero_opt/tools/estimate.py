@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.groups import check_rank
+from ..comm.groups import checked_rank
 from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
-from ..field_checks import check_dtype, check_integer
+from ..field_checks import check_dtype, check_integer, plain_number
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
@@ -64,7 +64,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: there is no such rank.
         """
-        check_rank(rank, self.world_size, "rank")
+        rank = checked_rank(rank, self.world_size, "rank")
         return replace(self, rank=rank, rows=self._sizing.rows(rank))
 
     def on_hosts_of(self, ranks: int) -> Estimate:
@@ -170,6 +170,7 @@ def estimate(
             does, or because of the arguments that are only here.
     """
     config = Config(optimizer_class, defaults, reduction, offload, precision, None, Checks())
+    model_or_numel, world_size = plain_number(model_or_numel), plain_number(world_size)
     check_integer("world_size", world_size, most=_MOST_RANKS)
     check_dtype("param_dtype", param_dtype)
     target = _Target(param_dtype, None if device is None else checked_device(device))

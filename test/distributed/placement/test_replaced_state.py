@@ -89,6 +89,27 @@ def test_state_that_does_not_fit_is_refused_on_every_rank(
             assert text.startswith("rank 0: opt.state of" if rank else "opt.state of") and wanted in text, text
 
 
+def _replaced_whole(rank: int, world_size: int, offload: Any) -> None:
+    param = nn.Parameter(torch.zeros(64, 32))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, lr=0.1, fused=True, offload=offload)
+    param.sum().backward()
+    optimizer.step()
+    before, live = param.detach().clone(), optimizer.state[param]
+    for wrong in (3, "x", [1]):
+        optimizer.state[param] = wrong if rank == world_size - 1 else live  # type: ignore[assignment]
+        with pytest.raises(zero_opt.StateDictError, match=r"opt\.state of parameter 0.* is no dict"):
+            optimizer.step()
+        assert_bitwise(param.detach(), before)
+        optimizer.state[param] = live
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1)], ids=repr)
+def test_an_entry_that_is_no_dict_is_named_on_every_rank(offload: Any) -> None:
+    run_processes(2, _replaced_whole, offload)
+
+
 def _replace_split(rank: int, world_size: int) -> None:
     param = nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16))
     optimizer = zero_opt.ShardedOptimizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def _consolidate_apart(rank: int, world_size: int, to: Any) -> str:
     optimizer = _stepped(torch.optim.Adam)
     with pytest.raises(zero_opt.ZeroOptError) as caught:
         optimizer.consolidate_state_dict(to=to[rank])
-    optimizer.consolidate_state_dict(to=1)
+    optimizer.consolidate_state_dict(to=numpy.int64(1))  # type: ignore[arg-type]
     assert rank == 0 or len(optimizer.state_dict()["state"]) == 2
     optimizer.close()
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -46,7 +47,7 @@ def test_ranks_that_torchrun_has_started_share_the_cores(
     assert torch.get_num_threads() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert checked_threads(None) == expected
-    assert checked_threads(5) == 5
+    assert checked_threads(5) == checked_threads(numpy.int64(5)) == 5
 
 
 @pytest.mark.parametrize(
