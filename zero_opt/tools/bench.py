@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, OutOfMemory, mib
+from ..errors import ConfigError, OutOfMemory, ZeroOptError, error_of_rank, mib, name_and_text
 from ..field_checks import check_integer
 from ..kernels import CPUAdamW
 from ..kernels.checks import GRAD_DTYPES
@@ -244,7 +244,15 @@ def _measure(bench: Bench, way: Way, data: Tensor, most: Callable[..., float]) -
     return seconds[_WARM:], nbytes
 
 
-def _rank(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any) -> None:
+def _rank(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any, failures: Any) -> None:
+    try:
+        _measure_all(rank, bench, store, meeting, results)
+    except ZeroOptError as error:
+        failures.put((rank, *name_and_text(error)))
+        raise
+
+
+def _measure_all(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any) -> None:
     device = HOST if is_host(torch.device(bench.device)) else torch.device(bench.device, rank)
     if is_host(device):
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // bench.ranks, 1))
@@ -279,27 +287,27 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
 
     Raises:
         StorageFailed, OutOfResources: no file can be made in ``path``. OutOfMemory: the model does not fit in host
-            memory. Both before a process starts.
+            memory. Both before a process starts. ZeroOptError: what a process has raised.
     """
     _check_room(bench)
     order, seconds, nbytes = _in_order(bench), dict[str, list[float]](), dict[str, int]()
     with ExitStack() as stack:
         spawn = mp.get_context("spawn")
-        results = spawn.SimpleQueue()
+        results, failures = spawn.SimpleQueue(), spawn.SimpleQueue()
         meeting = _Meeting(spawn.Barrier(bench.ranks), spawn.Array("d", bench.ranks))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        given = (bench, f"{folder}/store", meeting, results)
+        given = (bench, f"{folder}/store", meeting, results, failures)
         start: Any = start_processes
         ranks = start(_rank, given, bench.ranks, join=False, start_method="spawn")
         stack.callback(_end, ranks)
         for done, way in enumerate(order):
             note(way.name, done, len(order))
-            while results.empty() and not ranks.join(_LOOK_AGAIN_S):
+            while results.empty() and not _ended(ranks, failures):
                 pass
             name, measured, held = results.get()
             seconds.setdefault(name, []).extend(measured)
             nbytes[name] = max(held, nbytes.get(name, 0))
-        while not ranks.join(_LOOK_AGAIN_S):
+        while not _ended(ranks, failures):
             pass
     step_s = {name: statistics.median(each) for name, each in seconds.items()}
     timings = [
@@ -307,6 +315,16 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
         for way in ways(bench)
     ]
     return sorted(timings, key=lambda one: one.exposed_s)
+
+
+def _ended(ranks: Any, failures: Any) -> bool:
+    """Return whether all processes have ended, after a moment. Raise the error that one has ended with."""
+    try:
+        return bool(ranks.join(_LOOK_AGAIN_S))
+    except ProcessRaisedException:
+        if failures.empty():
+            raise
+        raise error_of_rank(*failures.get()) from None
 
 
 def _check_room(bench: Bench) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,15 @@ def test_the_code_of_a_way_is_what_was_measured(way: Way) -> None:
 def test_a_rank_that_fails_ends_the_run() -> None:
     with pytest.raises(ProcessRaisedException, match="1152921504606846976"):  # no memory for so long a batch
         run(Bench(1e4, rows=1 << 60, seconds=0.1))
+
+
+def test_what_a_rank_raises_is_one_line() -> None:
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40))
+    command = [sys.executable, "-m", "zero_opt", "bench", "--numel", "40K", "--rows", "4", "--seconds", "0.1"]
+    ended = subprocess.run(command, preexec_fn=few, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "error: rank" in ended.stderr and "file descriptors" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(
