@@ -220,7 +220,9 @@ def _state_options(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_estimate(given: argparse.Namespace) -> None:
-    sized = {} if given.bucket_mb is None or given.reduction == "already-reduced" else {"bucket_mb": given.bucket_mb}
+    if given.bucket_mb is not None and given.reduction == "already-reduced":
+        raise ConfigConflict("--bucket-mb is of reductions that have buckets, not of --reduction already-reduced")
+    sized = {} if given.bucket_mb is None else {"bucket_mb": given.bucket_mb}
     estimated = estimate(
         given.numel,
         given.world,

@@ -143,7 +143,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("B", "7B or 350M"),
         ("1e12 --bucket-mb 1", "bucket_mb"),
         ("1e30", "elements must be at most"),
-        ("1e30 --world 8 --bucket-mb 1e22", "elements must be at most"),
+        ("1e30 --world 8 --bucket-mb 1e12", "elements must be at most"),
         ("1e6 --option params=3", "'params' is not an option of an optimizer class"),
         ("1e6 --option offload=None", "not an option"),
         ("1e6 --ratio 0.5", "--offload cpu, not of none"),
@@ -171,6 +171,7 @@ def test_the_doctor_looks(capsys: pytest.CaptureFixture[str]) -> None:
         ("1e6 --option lr=-1", "learning rate"),
         ("1e6 --option nothing=1", "nothing"),
         ("1e6 --bucket-mb 0", "bucket_mb"),
+        ("1e6 --bucket-mb 5 --reduction already-reduced", "not of --reduction already-reduced"),
         ("1e6 --reduction foo", "invalid choice"),
     ],
 )

@@ -27,6 +27,20 @@ def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
     )
 
 
+def not_reduced(params: str, param: Tensor) -> GradientConflict:
+    """Return the error about gradients, ``params`` with their steps, that the ranks have not reduced."""
+    advice = (
+        "put the model into DistributedDataParallel, and run the last backward of each step outside ddp.no_sync(); or "
+        "use reduction=zero_opt.Overlapped() or AtStep() without it"
+    )
+    if _has_ddp_of({id(param)}):
+        advice = (
+            "run the last backward of each step outside ddp.no_sync(); and if parameters get no gradient, or were "
+            "frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it"
+        )
+    return GradientConflict(f"the gradients of {params} differ between ranks, so p.grad is not yet reduced; {advice}")
+
+
 def _has_ddp_of(held: Collection[int]) -> bool:
     return any(
         vars(ddp).get("_comm_hooks") == [] and any(id(param) in held for param in ddp.parameters())

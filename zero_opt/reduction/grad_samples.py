@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from ..comm.agreement import StepAgreement
 from ..comm.groups import Group
-from ..errors import GradientConflict
 from ..layout import indices_of
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
-from ..system.devices import build_streams, has_streams, pins
+from ..system.devices import build_streams, pins
+from .ddp_conflict import not_reduced
 
 # So many elements of a gradient show whether all were changed.
 _FEW = 16
@@ -78,12 +79,13 @@ class GradComparison:
 
     def sample(self, step: int) -> bytes:
         """Return what this rank tells the others with its report of a step."""
-        flats = self._partition.flats
         if not self._begun:
             return b""
-        param = list(flats)[step % len(flats)]
-        sample = _Sample.of(param, flats[param], step)
-        if has_streams(flats[param].param.device):
+        flats = [*self._partition.flats.items()]
+        turn = step % len(flats)
+        samples = (_Sample.of(param, flat, step) for param, flat in chain(flats[turn:], flats[:turn]))
+        sample = next(filter(None, samples), None)
+        if sample is not None and sample.copied is not None:
             sample, self._late = self._late, sample
         return b"" if sample is None else sample.pack()
 
@@ -105,11 +107,8 @@ class GradComparison:
         rows = {place: torch.tensor(values, dtype=torch.float32, device="cpu") for place, values in by_place.items()}
         for (param, when), of_ranks in sorted(rows.items(), key=lambda item: item[0]):
             if _far_apart(of_ranks):
-                raise GradientConflict(
-                    f"the gradients of {self._partition.flats[param].label} differ between ranks in step {when}, so "
-                    "p.grad is not yet reduced; put the model into DistributedDataParallel, and run the last backward "
-                    "of each step outside ddp.no_sync(); or use reduction=zero_opt.Overlapped() or AtStep() without it"
-                )
+                flat = self._partition.flats[param]
+                raise not_reduced(f"{flat.label} in step {when}", flat.param)
         self._begun = not rows or any(bool(_zeros_for_nonfinite(of_ranks).any()) for of_ranks in rows.values())
 
     def _all(self, agreed: StepAgreement, step: int) -> bytes:

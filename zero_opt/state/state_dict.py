@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, quoted
+from ..field_checks import plain_number
 from ..kernels.adam_state import MAXIMUM, STORED_KEYS
 from ..kernels.checks import may_be_count, oddity
 from ..kernels.table import NATIVE_CLASSES
@@ -48,10 +49,10 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def apart(value: Any) -> Any:
-    """Return ``value`` with copies of its tensors."""
+    """Return ``value`` with copies of its tensors, and Python's own numbers in the place of others."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
+    return type(value)(map(apart, value)) if type(value) in (tuple, list) else plain_number(value)
 
 
 class Refused:

@@ -66,6 +66,29 @@ def test_a_later_step_inside_no_sync_is_noticed() -> None:
     assert "in step 2" in first and "no_sync()" in first
 
 
+def _frozen_under_ddp(rank: int, world_size: int, finds: bool) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(50, 9), torch.nn.Linear(9, 3))
+    ddp = DistributedDataParallel(model, find_unused_parameters=finds)
+    optimizer = zero_opt.ShardedOptimizer(ddp.parameters(), torch.optim.Adam, reduction=zero_opt.AlreadyReduced())
+    for step in range(2):
+        ddp(values(0, step, rank, 0, (4, 50))).square().sum().backward()
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            assert step == 1
+            return str(error)
+        optimizer.zero_grad()
+        model[0].requires_grad_(False)
+    return ""
+
+
+def test_a_layer_that_is_frozen_after_ddp_was_made_is_noticed_and_the_advice_works() -> None:
+    """DDP reduces no bucket of which a gradient is missing."""
+    for message in run_processes(2, _frozen_under_ddp, False):
+        assert "find_unused_parameters=True" in message
+    assert run_processes(2, _frozen_under_ddp, True) == ["", ""]
+
+
 def _one_left_out(rank: int, world_size: int) -> str:
     model = torch.nn.Sequential(torch.nn.Linear(50, 9), torch.nn.Linear(9, 3))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])

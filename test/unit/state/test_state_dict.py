@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -45,6 +47,12 @@ def refuse(state_dict: Any, message: str, elementwise: bool = True) -> None:
 def test_packed_groups_are_torchs() -> None:
     optimizer = stepped_adamw()
     assert pack_groups(optimizer.param_groups) == optimizer.state_dict()["param_groups"]
+
+
+def test_numbers_are_saved_as_pythons_own() -> None:
+    [packed] = pack_groups([{"params": [], "lr": Fraction(1, 4), "betas": (numpy.float64(0.5), 0.75), "fused": True}])
+    assert packed == {"params": [], "lr": 0.25, "betas": (0.5, 0.75), "fused": True}
+    assert [type(number) for number in (packed["lr"], *packed["betas"])] == [float] * 3
 
 
 def test_a_state_dict_of_torchs_matches_by_position() -> None:
