@@ -413,7 +413,7 @@ def test_step_hooks_run_once_on_every_rank() -> None:
 
 
 def run_compiled(rank: int, world_size: int, reduction: Any) -> list[Any]:
-    """A compiled training step, with ``step()`` inside it."""
+    """A compiled training step, with all that the optimizer does inside it."""
     variant = Variant("AdamW", {"foreach": False}, "")
     params = variant.params()
     optimizer = sharded(variant, reduction)(params, variant.arguments())
@@ -421,8 +421,12 @@ def run_compiled(rank: int, world_size: int, reduction: Any) -> list[Any]:
     def train(number: float) -> None:
         loss = sum((param * number).square().sum() for param in params)
         loss.backward()  # type: ignore[union-attr]
+        optimizer.clip_grad_norm_(1e9)  # which leaves gradients as they are
+        zero_opt.clip_grad_norm_([optimizer], 1e9)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.flush()
+        optimizer.load_state_dict(optimizer.state_dict())
 
     compiled = torch.compile(train, backend="eager")
     for number in range(3):

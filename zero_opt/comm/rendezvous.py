@@ -402,10 +402,11 @@ class Meeting:
             except RuntimeError as error:
                 if by_handler(error):
                     raise
-                return PeerLost(
-                    f"rank {rank} has ended, or its host does not answer, while another waited for it in "
-                    f"{self._call}; look at its log, and restart all ranks ({first_line(error)})"
-                )
+                text = first_line(error)
+                how = f"rank {rank} has ended, or its host does not answer, while another waited for it in {self._call}"
+                if "timeout" in text:  # the connection is gone, and the rank may be there
+                    how = f"a call of the process group has waited too long for rank {rank}, and {self._call} needs it"
+                return PeerLost(f"{how}; look at its log, and restart all ranks ({text})")
         return None
 
     def _named(self) -> str:

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from ..comm.backend_exchanges import ddp_average
 from ..comm.rendezvous import resolve_group
-from ..errors import ConfigTypeError
+from ..errors import ConfigConflict, ConfigTypeError
 from ..sharding.late_params import Unwatched
 from ..system.inference_mode import outside_inference_mode
 from .sharded_optimizer import ShardedOptimizer
@@ -30,6 +30,11 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
     if not isinstance(optimizer, ShardedOptimizer):
         raise ConfigTypeError(
             f"register_comm_hook(opt, zero_opt.ddp_hook) needs a ShardedOptimizer, got {type(optimizer).__name__}"
+        )
+    if not isinstance(bucket, GradBucket):
+        raise ConfigConflict(
+            'torch._dynamo.config.optimize_ddp="python_reducer" reduces gradients one by one; leave it at True, or use '
+            "reduction=zero_opt.AlreadyReduced() without the hook"
         )
     if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
         return ddp_average(resolve_group(optimizer._process_group), bucket)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, NonFiniteGradient, ZeroOptError
 from ..reduction.grad_norm import Joint, Measured, Share, alone, check_only_norm, joint_norm
@@ -15,6 +16,7 @@ from .one_call import one_call
 from .sharded_optimizer import ShardedOptimizer
 
 
+@_disable_dynamo
 @torch.no_grad()
 def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *others: Any, **options: Any) -> Tensor:
     """Clip the gradients of several optimizers by the L2 norm over all of them, as if they were one optimizer's.

@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ..errors import ParamsReplaced, StepDesync
 from ..sharding.late_params import Unwatched
@@ -73,7 +74,7 @@ class OneCall:
         return result
 
 
-def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method]:
+def one_call(call: str, *, replans: bool = False, traced: bool = False) -> Callable[[_Method], _Method]:
     """Decorate a method that changes the optimizer, or is collective.
 
     The method's object has its :class:`OneCall` as ``_one_call``. The method raises StepDesync, and does nothing, while
@@ -84,6 +85,7 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
         call: the method's name in messages.
         replans: if the method raises ParamsReplaced, which it does on every rank and before it changes anything, call
             ``_replan()`` of its object, which plans the parameters that there are now, and the method once more.
+        traced: torch.compile may trace into the method. What it cannot trace, it calls.
     """
 
     def decorate(method: _Method) -> _Method:
@@ -113,6 +115,6 @@ def one_call(call: str, *, replans: bool = False) -> Callable[[_Method], _Method
                 finally:
                     one.under_way = None
 
-        return cast(_Method, alone)
+        return cast(_Method, alone if traced else _disable_dynamo(alone))
 
     return decorate

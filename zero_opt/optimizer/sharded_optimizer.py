@@ -19,6 +19,7 @@ from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsRep
 from ..placement import Offload, ReadThrough, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
+from ..reduction.autograd_hooks import untraced
 from ..reduction.grad_norm import check_only_norm
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
@@ -197,7 +198,7 @@ class ShardedOptimizer(UnevenInputs):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    @one_call("opt.step()")
+    @one_call("opt.step()", traced=True)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *others: Any, **options: Any) -> Any:
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
@@ -237,7 +238,7 @@ class ShardedOptimizer(UnevenInputs):
                 self._replan()
             return self._engine.step(losses.pop if losses else None, options)
 
-    @one_call("opt.zero_grad()")
+    @one_call("opt.zero_grad()", traced=True)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
         self._engine.require_groups()
@@ -324,6 +325,7 @@ class ShardedOptimizer(UnevenInputs):
         self._require_open()
         self._engine.consolidate(to)
 
+    @untraced
     def state_dict(self) -> StateDict:
         """Return the full state in ``torch.optim`` format; a plain optimizer of the wrapped class loads it.
 

@@ -51,7 +51,7 @@ class ArrivalHooks:
         self._handles.clear()
 
 
-def _untraced(function: Any) -> Any:
+def untraced(function: Any) -> Any:
     """Return ``function``, which torch.compile traces neither itself nor in what it calls, at no cost per call."""
     try:
         frames = torch._C._dynamo.eval_frame
@@ -63,7 +63,7 @@ def _untraced(function: Any) -> Any:
     return function
 
 
-@_untraced  # a backward inside torch.compile would trace it
+@untraced  # a backward inside torch.compile would trace it
 def _announce(
     owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, kind: type | None, param: Tensor
 ) -> None:
@@ -78,6 +78,10 @@ def _announce(
     else:
         with outside_inference_mode():
             arrived(there, index)
+
+
+# In the place of the number of a pass that compiled autograd runs.
+_COMPILED = -2
 
 
 class BackwardPasses:
@@ -103,6 +107,7 @@ class BackwardPasses:
         if task == self._task:
             return False
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+            self._unfinished.add(_COMPILED)
             raise ConfigConflict(
                 "compiled autograd (torch._dynamo.config.compiled_autograd) reads gradients that this reduction has "
                 "moved; use reduction=zero_opt.AtStep()"

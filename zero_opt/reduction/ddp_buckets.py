@@ -36,6 +36,11 @@ _NOT_REGISTERED = (
 class DDPHookReduction(OverlappedReduction):
     """Gradients that leave for their shards when DDP hands them to its hook. A round is a backward that DDP syncs."""
 
+    _after_exception = (
+        f"{OverlappedReduction._after_exception}; if DistributedDataParallel has not finished its reduction, and says "
+        "so then, make it and the optimizer anew on every rank"
+    )
+
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._index: dict[int, int] = {}

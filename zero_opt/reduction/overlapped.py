@@ -65,6 +65,8 @@ class OverlappedReduction(GradReduction):
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
+    _after_exception = "call zero_grad() on every rank and repeat it"
+
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._hooks = ArrivalHooks(self._arrived)
@@ -301,9 +303,7 @@ class OverlappedReduction(GradReduction):
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         if self._passes.broken():
-            error = error or StepDesync(
-                "a backward ended in an exception; call zero_grad() on every rank and repeat it"
-            )
+            error = error or StepDesync(f"a backward ended in an exception; {self._after_exception}")
         if self._spoiled:
             error = error or StepDesync(
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"

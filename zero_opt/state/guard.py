@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.peer_watch import WARN_AFTER_S
-from ..errors import PeerLost, StepDesync, StepFailed
+from ..errors import OutOfResources, PeerLost, StepDesync, StepFailed, StorageFailed, WorkerDied, WorkerFailed
 from ..system.devices import build_streams, is_host
 from ..system.failures import on_failure
 from ..system.log import log
@@ -207,9 +207,10 @@ class StateGuard:
         if failure is None:
             return None
         self._told = True
+        pending = isinstance(failure, (OutOfResources, StorageFailed, WorkerDied, WorkerFailed))
         error = StepFailed(
             f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
-            "all ranks, but without a part of that step: load a checkpoint, or go on"
+            f"all ranks, but without a part of that step{'' if pending else ': load a checkpoint, or go on'}"
         )
         error.__cause__ = failure
         return error

@@ -417,3 +417,55 @@ def _under_ddp_by_default(rank: int, world_size: int) -> str:
 def test_ddp_with_the_default_reduction_is_told_what_to_use_under_ddp() -> None:
     for message in run_processes(2, _under_ddp_by_default):
         assert message.startswith("Under DistributedDataParallel, use reduction=zero_opt.AlreadyReduced()")
+
+
+def _hooked_one_by_one(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = zero_opt.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, reduction=HOOK)
+    # As torch's "python_reducer" calls it, with a gradient and its parameter.
+    with pytest.raises(zero_opt.ConfigConflict, match=r'optimize_ddp="python_reducer".*AlreadyReduced\(\)'):
+        zero_opt.ddp_hook(optimizer, (torch.ones(2), ddp.module.bias))  # type: ignore[arg-type]
+    optimizer.close()
+
+
+def test_a_reducer_without_buckets_is_refused_by_name() -> None:
+    run_processes(2, _hooked_one_by_one)
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError
+
+
+def _broken_in_the_middle(rank: int, world_size: int) -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1 << 17)  # DDP hands the last one over by itself
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, data: Tensor, *, breaks: bool) -> Tensor:
+            hidden = self.first(data)
+            return self.last(_Breaks.apply(hidden) if breaks else hidden)  # type: ignore[no-untyped-call]
+
+    ddp = DistributedDataParallel(Both())
+    optimizer = zero_opt.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, reduction=HOOK)
+    ddp.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    ddp(torch.ones(3, 4), breaks=False).sum().backward()
+    optimizer.step()
+    with pytest.raises(ArithmeticError):
+        ddp(torch.ones(3, 4), breaks=True).sum().backward()
+    said = "call zero_grad.. on every rank and repeat it; if Dist.* make it and the optimizer anew on every rank"
+    with pytest.raises(zero_opt.StepDesync, match=said):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_after_an_exception_in_backward_the_way_out_is_one_that_ddp_has() -> None:
+    run_processes(2, _broken_in_the_middle)

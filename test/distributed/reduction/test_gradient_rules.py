@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -438,6 +439,28 @@ def _after_ddp(rank: int, world_size: int) -> None:
 
 def test_a_ddp_that_is_gone_does_not_matter() -> None:
     run_processes(2, _after_ddp)
+
+
+def _steps_after_compiled_autograd(rank: int, world_size: int) -> str:
+    """Rank 1 catches what its backward raises, and both ranks step."""
+    params = [torch.nn.Parameter(torch.ones(9)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam)
+    compiles = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with contextlib.suppress(zero_opt.ConfigConflict), compiles if rank == 1 else contextlib.nullcontext():
+        torch.stack([param * param for param in params]).sum().backward()
+    with pytest.raises(zero_opt.StepDesync) as caught:
+        optimizer.step()
+    assert all(bool((param == 1).all()) for param in params)
+    optimizer.zero_grad()
+    torch.stack([param * param for param in params]).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_a_backward_that_compiled_autograd_has_ended_is_not_stepped() -> None:
+    for message in run_processes(2, _steps_after_compiled_autograd):
+        assert "a backward ended in an exception; call zero_grad() on every rank and repeat it" in message
 
 
 def _compiled_autograd(rank: int, world_size: int, reduction: zero_opt.ReductionPolicy) -> Tensor:

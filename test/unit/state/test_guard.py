@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zero_opt.errors import PeerLost, PeerSilent, StepDesync, StepFailed
+from zero_opt.errors import PeerLost, PeerSilent, StepDesync, StepFailed, WorkerDied
 from zero_opt.state.guard import StateGuard, Verdict
 
 
@@ -205,6 +205,9 @@ def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed there with Mem" in str(told)
     assert guard.tell_untold_failure() is None
     assert str(guard.tell_failure()) == str(told) and guard.failure is not None
+    assert str(told).endswith(": load a checkpoint, or go on")
+    guard.note_failure(WorkerDied("opt.flush(), on every rank, tries again"))
+    assert str(guard.tell_failure()).endswith("but without a part of that step")  # the worker's error has the advice
     guard.note_failure(None)
     assert guard.tell_untold_failure() is guard.tell_failure() is None and guard.failure is None
 

@@ -335,9 +335,8 @@ class WorkerProcess:
         self._at_death = progress
         if self._fruitless >= self._policy.max_deaths:
             deaths, self._fruitless = self._fruitless, 0
-            step = self.control.submitted or self.control.drafted
             raise WorkerDied(
-                f"{message}; {deaths} in a row have not got on with step {step}. Parameters and "
+                f"{message}; {deaths} in a row have not got on with the step that is pending. Parameters and "
                 "state are intact: opt.flush(), on every rank, tries again"
             )
         log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)

@@ -273,7 +273,9 @@ def test_deaths_at_one_place_are_an_error_and_nothing_is_lost(
     with monkeypatch.context() as patch:
         patch.setattr(worker_process, "_MAIN", _broken_main(tmp_path))
         for _ in range(2):
-            with pytest.raises(WorkerDied, match="no such instruction; 3 in a row") as caught:
+            with pytest.raises(
+                WorkerDied, match="no such instruction; 3 in a row have not got on with the step that is pending"
+            ) as caught:
                 trainer.worker.wait(sequence)
             assert isinstance(caught.value, RuntimeError)
     trainer.worker.wait(sequence)
