@@ -104,7 +104,7 @@ class ShardedEngine(BetweenSteps):
                 f"{config.optimizer_class.__name__} on rank {group.rank} of {group.world_size}",
                 f"{config.reduction}" + (f" through {ways}" if ways else ""),
                 "no offload" if config.offload is None else f"{config.offload}",
-                *([] if threads is None else [f"{threads} threads"]),
+                *([] if threads is None else [f"{threads} thread{'s' if threads > 1 else ''}"]),
             )
         )
 

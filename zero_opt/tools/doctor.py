@@ -110,7 +110,7 @@ def _torch() -> Iterator[Finding]:
         least = ".".join(map(str, _LEAST_TORCH))
         yield Finding(BAD, "torch", torch.__version__, f"too old: pip install 'torch>={least}'")
     else:
-        yield Finding(OK, "torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+        yield Finding(OK, "torch", f"{torch.__version__}, {_in_words(torch.get_num_threads())}")
 
 
 def _native() -> Iterator[Finding]:
@@ -135,21 +135,25 @@ def _isa(name: str) -> str:
     return f"{name} ({_KNOWN_FOR[name]})" if name in _KNOWN_FOR else name
 
 
+def _in_words(threads: int) -> str:
+    return f"{threads} thread{'' if threads == 1 else 's'}"
+
+
 def _cores() -> Iterator[Finding]:
     usable = os.sched_getaffinity(0)
     sharers = torchrun_sharers()
     threads = fair_threads(allowed_threads(len(usable)), sharers)
     shared = f", which {sharers} ranks share" if sharers > 1 else ""
-    text = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {threads} threads"
+    text = f"{len(usable)} of {os.cpu_count()} cores{shared}, time for {_in_words(threads)}"
     own, physical = torch.get_num_threads(), len({first_sibling(core) for core in usable})
     advice = ""
     if own > threads:
-        advice = f"torch has {own} threads, more than may run: set OMP_NUM_THREADS={threads}"
+        advice = f"torch has {_in_words(own)}, more than may run: set OMP_NUM_THREADS={threads}"
     elif own < min(threads, physical):
         # By default torch has one thread for hyperthreads that share a core.
         advice = (
-            f"torch has {own} threads, fewer than may run, for forward and backward on the CPU (and for steps, unless "
-            f"because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
+            f"torch has {_in_words(own)}, fewer than may run, for forward and backward on the CPU (and for steps, "
+            f"unless because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
         )
     yield Finding(OK, "cores", text, advice)
 

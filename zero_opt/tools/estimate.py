@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.groups import checked_rank
 from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
-from ..field_checks import check_dtype, check_integer, plain_number
+from ..field_checks import check_choice, check_dtype, check_integer, plain_number
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
 from ..optimizer.config import Config
@@ -96,7 +96,18 @@ class Estimate:
         return replace(self, ranks_per_host=sizing.ranks_per_host, rows=sizing.rows(self.rank), _sizing=sizing)
 
     def nbytes(self, kind: str | None = None, where: str | None = None) -> int:
-        """Bytes of one kind, or in one place, or both; of all without either."""
+        """Bytes of one kind, or in one place, or both; of all without either.
+
+        Args:
+            kind: ``"params"``, ``"grads"``, ``"grad_shards"``, ``"staging"``, ``"state"``, ``"masters"``,
+                ``"buffers"`` or ``"communicator"``.
+            where: ``"device"``, which is where the parameters are, ``"host"`` or ``"nvme"``.
+
+        Raises:
+            ConfigError: there is no such kind or place.
+        """
+        check_choice("kind", kind, (None, *KINDS))
+        check_choice("where", where, (None, *PLACES))
         return sum(row.nbytes for row in self.rows if kind in (None, row.kind) and where in (None, row.where))
 
     @property

@@ -109,6 +109,10 @@ _PLACED = (
         late=True,
     ),
 )
+_TIMES = (
+    "Times are those of step() alone: FSDP2's gathers come besides, and speculate and delay hide the step only if\n"
+    "forward and backward take at least as long."
+)
 _FORMS_SAY = {"float32": "fp32 state", "bfloat16": "bf16 moments", "block8": "8-bit moments"}
 # Classes with the same update that keep compact moments.
 _COMPACT: Mapping[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
@@ -129,6 +133,7 @@ class Choice:
         nbytes: bytes on one rank, by place (``device``, ``host``, ``nvme``) and kind. On the CPU all is ``host``.
         exposed_s: about how long ``step()`` takes, for comparison; see the module.
         lacks: bytes that are missing, by place; empty if it fits.
+        left: bytes left where the parameters are, for what is not counted: activations, say.
     """
 
     code: str
@@ -138,6 +143,7 @@ class Choice:
     nbytes: Mapping[str, Mapping[str, int]]
     exposed_s: float
     lacks: Mapping[str, int]
+    left: int
 
     def total(self, place: str) -> int:
         """Bytes on one rank in one place."""
@@ -207,8 +213,10 @@ def _choice(numel: float, machines: Machines, placed: _Placed, form: _Form, *, f
     }
     says = form.says if not placed.late else f"{form.says}, each update one step late"
     code, params = _code(machines, placed, form, fsdp=fsdp), "FSDP2" if fsdp else "on every rank"
+    place = "host" if machines.on_host else "device"
+    left = max(round(machines.room(place) - sum(nbytes[place].values())), 0)
     exposed_s = _exposed_s(nbytes, machines, placed)
-    return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks)
+    return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks, left)
 
 
 def _code(machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> str:
@@ -310,20 +318,21 @@ def as_table(choices: Sequence[Choice], machines: Machines) -> str:
     """The choices as text: a table, with what those that do not fit lack, and the line of code of those that do."""
     places = [place for place in PLACES if place != "device" or not machines.on_host]
     rooms = [f"{place}/{_gb(machines.room(place))}" for place in places]
-    rows = [("", "result", "offload", "parameters", "step, ms", *rooms)]
+    rows = [("", "result", "offload", "parameters", "step, ms", *rooms, "left")]
     for number, choice in enumerate(choices, 1):
         sizes = [_gb(choice.total(place)) + "!" * (place in choice.lacks) for place in places]
         name = f"{number}." if not choice.lacks else "-"
-        rows.append((name, choice.says, choice.offload, choice.params, f"{1e3 * choice.exposed_s:,.0f}", *sizes))
+        step_ms = f"{1e3 * choice.exposed_s:,.0f}"
+        rows.append((name, choice.says, choice.offload, choice.params, step_ms, *sizes, _gb(choice.left)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["GB on one rank, of what it has; without activations. Best first; ! is too much.", ""]
+    lines = ["GB on one rank, of what it has; activations need what is left. Best first; ! is too much.", ""]
     for name, says, offload, params, *numbers in rows:
         words = zip((name, says, offload, params), widths, strict=False)
         aligned = [word.ljust(width) for word, width in words]
         aligned += [number.rjust(width) for number, width in zip(numbers, widths[4:], strict=True)]
         lines.append("  ".join(aligned).rstrip())
     fitting = [choice for choice in choices if not choice.lacks]
-    lines.append("")
+    lines += ["", _TIMES, ""]
     if any(choice.params == "FSDP2" for choice in fitting):
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard")
     lines += [f"{number}. {choice.code}" for number, choice in enumerate(fitting, 1)]

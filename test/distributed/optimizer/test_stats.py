@@ -203,7 +203,7 @@ def test_what_is_printed() -> None:
         assert kind == "ShardedOptimizer ("
         assert summary.startswith(f"AdamW on rank {rank} of 2; Overlapped(")
         assert "through shared memory; " in summary
-        assert summary.endswith(f"{offload}; 1 threads")
+        assert summary.endswith(f"{offload}; 1 thread")
         assert "state" in held and held.count(";") == 2
         assert groups[0] == "Parameter Group 0"
     for text in run_processes(2, _printed, {"reduction": zero_opt.AtStep(exchange="backend")}):

@@ -38,6 +38,13 @@ def test_a_table_by_kind_and_place() -> None:
     assert found.nbytes("state", "device") == 0 < found.nbytes("state", "host")
 
 
+@pytest.mark.parametrize("asked", [{"kind": "bogus"}, {"where": "cpu"}])
+def test_kinds_and_places_that_there_are_not_are_refused(asked: dict[str, str]) -> None:
+    name, value = next(iter(asked.items()))
+    with pytest.raises(ConfigError, match=f"{name} must be one of .*'{value}'"):
+        estimate(linears(device="meta"), 2, device="cuda").nbytes(**asked)
+
+
 def test_a_number_is_like_as_many_elements_in_full_buckets() -> None:
     each = 25 * 2**20 // 2
     params = [torch.empty(each, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(3)]

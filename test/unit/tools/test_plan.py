@@ -39,6 +39,7 @@ def test_what_fits_is_what_has_room_everywhere() -> None:
         for place in ("device", "host", "nvme"):
             over = choice.total(place) - there.room(place)
             assert choice.lacks.get(place, 0) == max(0, round(over))
+        assert choice.left == max(0, round(there.room("device") - choice.total("device")))
     assert [bool(choice.lacks) for choice in choices] == sorted(bool(choice.lacks) for choice in choices)
     assert any(choice.lacks for choice in choices) and not choices[0].lacks
 
@@ -140,6 +141,7 @@ def test_on_the_cpu_all_is_host_memory() -> None:
     for choice in plan(1e8, machines(device="cpu", device_nbytes=0.0, world_size=2, ranks_per_host=2)):
         assert choice.total("device") == 0 < choice.total("host")
         assert choice.params == "on every rank" and choice.offload != "CPUOffload()"
+        assert choice.left == round(256 * GB - choice.total("host"))
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -153,6 +155,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     choices = json.loads(_run(capsys, *given, "--json"))
     first = choices[0]
     assert first["fits"] and f"1. {first['code']}" in text.splitlines()
+    heading, row = text.splitlines()[2:4]
+    assert heading.split()[-1] == "left" and row.split()[-1] == f"{first['left'] / 1e9:,.1f}"
     assert "device/1.5" in text and "host/8.6" in text and "nvme/50.0" in text
     pytest.importorskip("matplotlib")
     _run(capsys, *given, "--plot", str(tmp_path / "plan.png"))
