@@ -166,15 +166,15 @@ class WorkerOffload:
     successor finishes the step with the same bits.
 
     Attributes:
-        delay: 0: ``step()`` returns with updated parameters. 1: it returns at once, and the update arrives with the
-            next ``step()``, or with ``flush()``; so gradients are those of parameters one update behind, as with the
-            delayed update of ZeRO-Offload (Ren et al. 2021). A step whose learning rates are all 0 is brought in at
-            once. A load drops a step that is pending, and the log says so, unless parameters show predictions;
-            ``flush()`` before the load keeps its update. From ``step()`` to ``flush()`` parameters are for training,
-            for what autograd records and modules in training read with gradients enabled. Every other function of
-            torch that reads one raises ``StepPending``: ``model.state_dict()``, ``torch.save``, deepcopy, averages,
-            evaluation under ``no_grad``. These read late values or predictions without an error: evaluation with
-            gradients enabled; pointers, NumPy arrays and tensors that share a parameter's memory, made before;
+        delay: 0: ``step()`` returns with updated parameters. 1: it returns once the step before has finished, and the
+            update arrives with the next ``step()``, or with ``flush()``; so gradients are those of parameters one
+            update behind, as with the delayed update of ZeRO-Offload (Ren et al. 2021). A step whose learning rates are
+            all 0 is brought in at once. A load drops a step that is pending, and the log says so, unless parameters
+            show predictions; ``flush()`` before the load keeps its update. From ``step()`` to ``flush()`` parameters
+            are for training, for what autograd records and modules in training read with gradients enabled. Every other
+            function of torch that reads one raises ``StepPending``: ``model.state_dict()``, ``torch.save``, deepcopy,
+            averages, evaluation under ``no_grad``. These read late values or predictions without an error: evaluation
+            with gradients enabled; pointers, NumPy arrays and tensors that share a parameter's memory, made before;
             ``torch.tensor(p)``; code in C++; and everything that reads DTensors (FSDP2).
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
@@ -406,7 +406,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class AdamState:
-    """What CPUAdam and CPUAdamW keep of a parameter between steps, wherever it is. The maths is fp32 in every case.
+    """What CPUAdam and CPUAdamW keep of a parameter between steps, wherever it is. The math is fp32 in every case.
 
     Attributes:
         moments: ``"float32"`` as torch, 8 bytes per element. ``"bfloat16"``, 4 bytes: 8 bits of precision.

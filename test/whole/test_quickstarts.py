@@ -15,9 +15,11 @@ import torch.distributed.run as launcher
 
 import zero_opt
 from test.support.guides import DOCS, snippets
-from test.support.harness import run_processes
+from test.support.harness import assert_bitwise, run_processes
 
-PROGRAMS = snippets("quickstarts.md")
+_BLOCKS = snippets("quickstarts.md")
+RESUMING = [block.strip() for block in _BLOCKS if block.lstrip().startswith("checkpoint = ")]
+PROGRAMS = [block for block in _BLOCKS if block.strip() not in RESUMING]
 README = snippets("../README.md")
 LINES = re.findall(r"`(zero_opt\.ShardedOptimizer\(.*\))` \|$", (DOCS / "choosing.md").read_text(), re.M)
 
@@ -38,9 +40,9 @@ def _start(rank: int, world_size: int, folder: str, port: int) -> None:
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
 
 
-def _program(rank: int, world_size: int, number: int, folder: str, port: int) -> None:
+def _program(rank: int, world_size: int, program: str, folder: str, port: int) -> None:
     _start(rank, world_size, folder, port)
-    exec(compile(PROGRAMS[number], "quickstarts.md", "exec"), {"__name__": "__main__"})
+    exec(compile(program, "quickstarts.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def _program(rank: int, world_size: int, number: int, folder: str, port: int) ->
 )
 def test_program(number: int, ranks: int, tmp_path: Path) -> None:
     """It ends well, and a plain optimizer goes on with what it has saved, where that is one file."""
-    run_processes(ranks, _program, number, str(tmp_path), _free_port(), backend=None)
+    run_processes(ranks, _program, PROGRAMS[number], str(tmp_path), _free_port(), backend=None)
     if number == 3:
         assert list((tmp_path / "checkpoint").glob("*.distcp"))
         return
@@ -69,8 +71,23 @@ def test_program(number: int, ranks: int, tmp_path: Path) -> None:
     plain.step()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_resumes(ranks: int, tmp_path: Path) -> None:
+    """The lines for that stand before the loop, after a run without them; steps count on, and parameters are loaded."""
+    program, loop = PROGRAMS[ranks - 1], "for _ in range(3):"
+    run_processes(ranks, _program, program, str(tmp_path), _free_port(), backend=None)
+    first = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    # The second run begins with another model; with a rate of 0 it stays as it was loaded.
+    added = f"{RESUMING[ranks - 1]}\nopt.param_groups[0]['lr'] = 0.0\n{loop}"
+    resuming = program.replace("manual_seed(0)", "manual_seed(1)").replace(loop, added)
+    run_processes(ranks, _program, resuming, str(tmp_path), _free_port(), backend=None)
+    second = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [int(entry["step"]) for entry in second["opt"]["state"].values()] == [6] * 4
+    assert_bitwise(second["model"], first["model"])
+
+
 def test_every_program_is_run() -> None:
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 5 and len(RESUMING) == 2
 
 
 def _readme(rank: int, world_size: int, number: int, folder: str, port: int) -> list[bool]:

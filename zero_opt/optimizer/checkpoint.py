@@ -89,8 +89,14 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     It may have been saved at any world size. Full tensors, and DTensors cut otherwise, are taken as well. Everything is
     checked before anything is written, as by :meth:`ShardedOptimizer.load_state_dict`, whose hooks are called.
 
+    Args:
+        state_dict: what :func:`sharded_state_dict` has returned, with values loaded into it; or a full state dict. It
+            is not changed.
+
     Raises:
         StateDictError: on every rank, naming what does not fit on one. RankMismatch: the ranks give different things.
+        ConfigTypeError: ``optimizer`` is no ShardedOptimizer. OptimizerClosed, and others as
+            :meth:`ShardedOptimizer.load_state_dict`.
     """
     _check(optimizer)
     saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict))

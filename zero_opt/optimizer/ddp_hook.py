@@ -24,6 +24,13 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
     traffic. DDP must be over the optimizer's ranks. With ``gradient_as_bucket_view=True`` each gradient is copied once
     more. Once the optimizer is closed, this is DDP's own all-reduce.
 
+    Args:
+        optimizer: with ``reduction=DDPHook()``; what ``register_comm_hook`` was given as the hook's state.
+        bucket: from DDP: gradients of several parameters, in one flat tensor.
+
+    Returns:
+        A future that is complete: the bucket's own tensor, which DDP copies from, or as all-reduced once it is closed.
+
     Raises:
         ConfigTypeError, ConfigConflict: not such an optimizer, or DDP trains parameters that it has not.
     """

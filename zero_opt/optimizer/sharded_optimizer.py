@@ -204,8 +204,7 @@ class ShardedOptimizer(UnevenInputs):
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
-            closure: called once, with gradients enabled, to recompute the loss; its value is returned.
-            *others: a mistake, for ConfigTypeError to say so.
+            closure: called once, with gradients enabled, to recompute the loss, which is returned. *others: refused.
             **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
@@ -240,13 +239,14 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.zero_grad()", traced=True)
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, reduced or not. Not collective, but every rank must call it between the same steps."""
+        """Drop all gradients, reduced or not. With ``set_to_none=False`` a ``p.grad`` that can be read is zeroed.
+        Not collective, but every rank must call it between the same steps."""
         self._engine.require_groups()
         super().zero_grad(set_to_none)
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, gradients stay local and full-size; the next backward outside reduces them; a step needs one."""
+        """On every rank: within it gradients stay local, full-size. A backward outside, before a step, reduces them."""
         self._require_open()
         return self._engine.no_sync()
 
@@ -260,6 +260,9 @@ class ShardedOptimizer(UnevenInputs):
 
         Returns:
             The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.
+
+        Raises:
+            ConfigError, ConfigTypeError, RankMismatch: ``max_norm`` is no norm, or differs. Others as :meth:`step`.
         """
         self._require_open()
         check_only_norm("opt.clip_grad_norm_()", "opt.clip_grad_norm_(1.0)", others, options)
@@ -294,7 +297,8 @@ class ShardedOptimizer(UnevenInputs):
 
         Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
-        The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device."""
+        The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device.
+        Raises OptimizerClosed, and PeerLost if a reader of the state does not end in time."""
         self._require_open()
         with self._engine.moving():
             self._engine.leave_device()
@@ -302,7 +306,7 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.reload_state()")
     def reload_state(self) -> None:
-        """Undo :meth:`offload_state`."""
+        """Undo :meth:`offload_state`. Not collective, but every rank must call it between the same steps."""
         self._require_open()
         with self._engine.moving():
             self._engine.come_back()
@@ -319,8 +323,7 @@ class ShardedOptimizer(UnevenInputs):
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
             StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
-            StorageFailed: the state of a rank cannot be read.
-            All of them on every rank. OptimizerClosed.
+            StorageFailed: the state of a rank cannot be read. All of them on every rank. OptimizerClosed.
         """
         self._require_open()
         self._engine.consolidate(to)
@@ -338,8 +341,7 @@ class ShardedOptimizer(UnevenInputs):
             StepDesync: another rank is in a later step, or another thread of this one in a step. PeerLost: a rank has
                 ended, or does not get to this step in time.
             StepFailed: the last step failed on one. StateDictError, StorageFailed: state of one cannot be sent.
-            StepPending: a delayed step is pending; :meth:`flush` brings it in.
-            OptimizerClosed: closed with a step pending that was lost.
+            StepPending: a delayed step is pending; :meth:`flush` brings it in. OptimizerClosed: it was lost by closing.
         """
         if not asked_by_load():
             return self._with_hooks(self._read)
@@ -476,8 +478,7 @@ class ShardedOptimizer(UnevenInputs):
 
         Every rank should call it; until all have, this rank's part of the state is served to those that ask for it. A
         pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over several ranks, which do not wait
-        for each other here, it is lost, and the log says so: call :meth:`flush` first.
-        """
+        for each other here, it is lost, and the log says so: call :meth:`flush` first. Inside a call: StepDesync."""
         closed, self._closed = self._closed, True
         if not closed:
             self._engine.close()

@@ -22,9 +22,17 @@ from .flat_param import check_memory, is_dtensor
 def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = None) -> None:
     """Overwrite every parameter and buffer of ``model`` with rank ``src``'s, on every rank.
 
-    All ranks of the group must call it. ``src`` is a rank of the group. Ranks that are lost, stopped or silent are
+    All ranks of the group must call it. Ranks that are lost, stopped or silent are
     noticed as in a step. The group can be used as before after an error, which leaves parameters partly overwritten
     if a rank is lost, and as they were otherwise.
+
+    Args:
+        model: of the same structure on every rank. src: the rank of the group whose values all get.
+        process_group: a ProcessGroup or a DeviceMesh, as for ``ShardedOptimizer``; default is the default group. A rank
+            alone, and one without a group, keeps what it has.
+
+    Returns:
+        None.
 
     Raises:
         ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. RankMismatch: on every rank, models

@@ -23,6 +23,7 @@ def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
 
     Its parameters may then be cut anywhere, which balances ranks to the element. A class whose update of an element
     looks at other elements (norms, factored or matrix moments) must not be registered: it would silently be wrong.
+    Every rank calls it, before it constructs an optimizer of the class.
 
     Raises:
         ConfigTypeError: not an optimizer class.
