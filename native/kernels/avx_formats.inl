@@ -29,8 +29,10 @@ ZERO_OPT_INLINE void write_bf16(AvxFloats values, AvxFloats next, std::uint16_t*
 
 // The same of pairs.
 inline AvxPair joined(AvxHalves params, AvxHalves remainders) {
-  const AvxHalves below = (AvxHalves)((AvxShorts)remainders >> 15), written = below & (AvxHalves)(params + params == 0);
-  return words_of((AvxHalves)(remainders & ~written), params + (AvxHalves)(below & ~written));
+  const AvxHalves lowest = AvxHalves{} + (std::uint16_t)0x8000u;
+  const AvxShorts least = (AvxShorts)raised_where(params + params, ~AvxHalves{}, AvxHalves{}, lowest);  // 0 beside 0
+  const AvxShorts kept = (AvxShorts)remainders > least ? (AvxShorts)remainders : least;
+  return words_of((AvxHalves)kept, params + (AvxHalves)(kept >> 15));
 }
 
 inline AvxPair separable(const AvxPair& masters) {

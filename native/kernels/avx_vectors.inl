@@ -169,9 +169,9 @@ inline AvxWords narrowed_signed(AvxHalves first, AvxHalves second) {
 inline AvxWords in_order(AvxWords bytes) { return (AvxWords)_mm256_permute4x64_epi64((__m256i)bytes, 0xd8); }
 
 inline AvxHalves reduced(AvxHalves a, AvxHalves b) { return (AvxHalves)_mm256_subs_epu16((__m256i)a, (__m256i)b); }
+// Where the highest of the bits is among them the addend may be negated: 0x8000, and no other, is what it was.
 inline AvxHalves raised_where(AvxHalves which, AvxHalves bits, AvxHalves a, AvxHalves addend) {
-  const __m256i clear = _mm256_cmpeq_epi16((__m256i)(which & bits), _mm256_setzero_si256());
-  return a + (AvxHalves)_mm256_andnot_si256(clear, (__m256i)addend);
+  return a + (AvxHalves)_mm256_sign_epi16((__m256i)addend, (__m256i)(which & bits));
 }
 inline AvxHalves smaller(AvxHalves a, AvxHalves b) { return (AvxHalves)_mm256_min_epu16((__m256i)a, (__m256i)b); }
 inline AvxHalves larger(AvxHalves a, AvxHalves b) { return (AvxHalves)_mm256_max_epu16((__m256i)a, (__m256i)b); }

@@ -42,19 +42,13 @@ constexpr std::int64_t kPairNumel = 2 * kAvxNumel, kPairs = kCutNumel / kPairNum
 // decoded() of pairs.
 ZERO_OPT_INLINE AvxPair decoded_pair(const std::uint8_t* codes, std::uint16_t base) {
   const AvxHalves code = widened(reinterpret_cast<const std::int8_t*>(codes));
-  const AvxHalves placed = (code << 4) & (std::uint16_t)0x87f0u, based = AvxHalves{} + (std::uint16_t)(base << 4);
+  const AvxHalves placed = (code << 4) & (std::uint16_t)0x87f0u, based = (AvxHalves{} + base) << 4;
   return words_of(AvxHalves{}, raised_where(code, AvxHalves{} + (std::uint16_t)0x7fu, placed, based));
 }
 
 ZERO_OPT_INLINE AvxPair decoded_sq_pair(const std::uint8_t* codes, std::uint16_t base) {
-  const AvxHalves code = widened(codes), based = AvxHalves{} + (std::uint16_t)(base << 4);
+  const AvxHalves code = widened(codes), based = (AvxHalves{} + base) << 4;
   return words_of(AvxHalves{}, raised_where(code, code, code << 4, based));
-}
-
-// Of magnitudes, each raised by what chance gave it, the upper bits, less a base.
-ZERO_OPT_INLINE AvxHalves reduced_tops(const AvxPair& magnitudes, const AvxPair& chances, std::uint16_t base) {
-  const AvxPair raised = {magnitudes.first + chances.first, magnitudes.second + chances.second};
-  return reduced(narrowed({raised.first >> kCutBits, raised.second >> kCutBits}), AvxHalves{} + base);
 }
 
 // encoded() and encoded_sq() of a pair of finite moments, of which exp_avg_sq has no sign. ``sign`` has exp_avg's.
@@ -66,43 +60,60 @@ ZERO_OPT_INLINE EncodedPair encoded_pair(const AvxPair& m, const AvxPair& v, std
                                          std::uint16_t base_sq) {
   constexpr int kRest = 32 - kCutBits;
   const AvxPair drawn = {chance(m.first, v.first, dither), chance(m.second, v.second, dither)};
-  const AvxPair magnitudes = {m.first & kMagnitude, m.second & kMagnitude};
-  const AvxHalves code = reduced_tops(magnitudes, {drawn.first >> kRest, drawn.second >> kRest}, base);
-  const AvxHalves code_sq = reduced_tops(v, {drawn.first & kCutMask, drawn.second & kCutMask}, base_sq);
+  // What a finite number is raised by does not reach its sign, which is shifted with the number.
+  const AvxInts first = (AvxInts)(m.first + (drawn.first >> kRest)) >> kCutBits;
+  const AvxInts second = (AvxInts)(m.second + (drawn.second >> kRest)) >> kCutBits;
+  const AvxHalves tops = narrowed_signed({(AvxWords)first, (AvxWords)second});
+  const AvxWords first_sq = (v.first + (drawn.first & kCutMask)) >> kCutBits;
+  const AvxWords second_sq = (v.second + (drawn.second & kCutMask)) >> kCutBits;
   const AvxHalves least = smaller(narrowed(v), AvxHalves{} + (std::uint16_t)1u);  // 0 is the code of zero alone
-  return {code, narrowed_signed(m), larger(code_sq, least)};
+  return {reduced(tops & (std::uint16_t)0x7ffu, AvxHalves{} + base), tops,
+          larger(reduced(narrowed({first_sq, second_sq}), AvxHalves{} + base_sq), least)};
 }
 
-// The new state of a block as it goes home, in registers.
-struct SteppedBlock8 {
-  AvxWords masters[2 * kPairs];  // of split ones all params' halves, and then all remainders
-  AvxWords codes[kPairs / 2], codes_sq[kPairs / 2];
-  std::uint16_t base, base_sq;
-};
-
-// n vectors between registers and an array.
-template <bool kPast>
-ZERO_OPT_INLINE void put_vectors(const AvxWords* vectors, std::int64_t n, void* array) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    char* const to = static_cast<char*>(array) + i * static_cast<std::int64_t>(sizeof(AvxWords));
-    kPast ? stream(vectors[i], to) : store(vectors[i], to);
-  }
+// Where a log has a block's state.
+inline StateArrays arrays_in(LogBlock& log, bool split) {
+  return {log.param,           split ? log.remainder : nullptr, log.exp_avg, log.exp_avg_sq, log.exp_avg_base,
+          log.exp_avg_sq_base, nullptr};
 }
 
-// A block with a number that is not finite, and then what was made of it, from a log.
-__attribute__((noinline)) std::int64_t step_staged(const StepScalars& scalars, const UpdateRun& block) {
+// Where the block from element begin on is.
+inline StateArrays arrays_at(const StateArrays& all, std::int64_t begin) {
+  const bool split = all.remainder != nullptr;
+  const std::uint64_t block = static_cast<std::uint64_t>(begin) / kCutNumel;
+  return {static_cast<char*>(all.param) + begin * (split ? 2 : 4),
+          split ? all.remainder + begin : nullptr,
+          static_cast<std::uint8_t*>(all.exp_avg) + begin,
+          static_cast<std::uint8_t*>(all.exp_avg_sq) + begin,
+          all.exp_avg_base + block,
+          all.exp_avg_sq_base + block,
+          nullptr};
+}
+
+// A block with a number that is not finite, into a log if there is one. Its addresses are computed here: beside those
+// of the usual blocks, the compiler would keep all of them in vectors.
+__attribute__((noinline)) std::int64_t step_staged(const StepScalars& scalars, UpdateRun run, std::int64_t begin,
+                                                   LogBlock* log) {
+  run.grad = static_cast<const char*>(run.grad) + begin * bytes_of(run.grad_format);
+  if (run.out != nullptr) run.out = static_cast<char*>(run.out) + begin * bytes_of(run.out_format);
+  run.from = arrays_at(run.from, begin);
+  run.to = log == nullptr ? run.from : arrays_in(*log, run.from.remainder != nullptr);
+  run.numel = kCutNumel;
   Staging staging;
-  return update_by_staging(scalars, block, 0, kCutNumel, staging);
+  return update_by_staging(scalars, run, 0, kCutNumel, staging);
 }
 
-__attribute__((noinline)) void copy_staged(const StateArrays& log, const StateArrays& home) {
-  const bool split = home.remainder != nullptr;
-  __builtin_memcpy(home.param, log.param, kCutNumel * (split ? 2 : 4));
-  if (split) __builtin_memcpy(home.remainder, log.remainder, kCutNumel * 2);
-  __builtin_memcpy(home.exp_avg, log.exp_avg, kCutNumel);
-  __builtin_memcpy(home.exp_avg_sq, log.exp_avg_sq, kCutNumel);
-  *home.exp_avg_base = *log.exp_avg_base;
-  *home.exp_avg_sq_base = *log.exp_avg_sq_base;
+// n vectors from one array to another.
+template <bool kPast, std::int64_t n>
+ZERO_OPT_INLINE void copy_vectors(const void* array, void* home) {
+#pragma GCC unroll 4
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t at = i * static_cast<std::int64_t>(sizeof(AvxWords));
+    AvxWords words;
+    __builtin_memcpy(&words, static_cast<const char*>(array) + at, sizeof(words));
+    char* const to = static_cast<char*>(home) + at;
+    kPast ? stream(words, to) : store(words, to);
+  }
 }
 
 // As BlockInRegisters, for runs with 8-bit moments. No function that is called may have its address, which would keep
@@ -113,8 +124,7 @@ struct Block8InRegisters {
   AdamScalars adam;
   UpdateRun run;
   std::int64_t begin;
-  bool streams, past_caches = false, staged = false;  // whether the last block was not finite
-  SteppedBlock8 block;                                // the last one, unless it was not
+  bool streams, past_caches = false;
 
   Block8InRegisters(const StepScalars& given, const UpdateRun& whole, std::int64_t first)
       : scalars(given), adam(adam_in(given)), run(whole), begin(first) {
@@ -123,12 +133,10 @@ struct Block8InRegisters {
   }
 
   // A block into the arrays it was read from. Returns how many of its gradients are not finite.
-  ZERO_OPT_INLINE std::int64_t step() { return step_to(home_arrays()); }
+  ZERO_OPT_INLINE std::int64_t step() { return step_to(nullptr); }
 
-  // The same, into a log; in registers it stays.
-  ZERO_OPT_INLINE std::int64_t step(LogBlock& log) {
-    return step_to(log_arrays(log));
-  }
+  // The same, into a log.
+  ZERO_OPT_INLINE std::int64_t step(LogBlock& log) { return step_to(&log); }
 
   // Blocks go home past the caches from here on, if they are whole lines there.
   void leave_caches() {
@@ -138,47 +146,31 @@ struct Block8InRegisters {
     past_caches = (place(home.param) | place(home.remainder) | moments) % kLine == 0;
   }
 
-  ZERO_OPT_INLINE void home(LogBlock& log) {
-    const StateArrays home = home_arrays();
-    if (__builtin_expect(staged, 0)) {
-      copy_staged(log_arrays(log), home);
-    } else {
-      past_caches ? write<true>(home) : write<false>(home);
-    }
-  }
+  ZERO_OPT_INLINE void home(const LogBlock& log) const { past_caches ? copy<true>(log) : copy<false>(log); }
 
   ZERO_OPT_INLINE void next() { begin += kCutNumel; }
 
  private:
-  // Where the block is.
-  ZERO_OPT_INLINE StateArrays home_arrays() const {
-    return {static_cast<char*>(run.from.param) + begin * (kSplit ? 2 : 4),
-            kSplit ? run.from.remainder + begin : nullptr,
-            static_cast<std::uint8_t*>(run.from.exp_avg) + begin,
-            static_cast<std::uint8_t*>(run.from.exp_avg_sq) + begin,
-            run.from.exp_avg_base + begin / kCutNumel,
-            run.from.exp_avg_sq_base + begin / kCutNumel,
-            nullptr};
-  }
+  ZERO_OPT_INLINE StateArrays home_arrays() const { return arrays_at(run.from, begin); }
 
   ZERO_OPT_INLINE const void* grad() const {
     return static_cast<const char*>(run.grad) + begin * (kHalfGrad ? 2 : 4);
   }
 
-  static ZERO_OPT_INLINE StateArrays log_arrays(LogBlock& log) {
-    return {log.param,           kSplit ? log.remainder : nullptr, log.exp_avg, log.exp_avg_sq, log.exp_avg_base,
-            log.exp_avg_sq_base, nullptr};
-  }
-
-  ZERO_OPT_INLINE std::int64_t step_to(const StateArrays& to) {
-    staged = !step_finite(home_arrays());
-    if (__builtin_expect(staged, 0)) {
-      const UpdateRun alone = {kCutNumel,       home_arrays(),     to,            grad(), out(),
-                             run.grad_format, run.moment_format, run.out_format};
+  ZERO_OPT_INLINE std::int64_t step_to(LogBlock* log) const {
+    const StateArrays home = home_arrays(), to = log == nullptr ? home : arrays_in(*log, kSplit);
+    MomentPair next[kPairs];
+    const std::uint32_t both = decay(home, next), largest = both << 16, largest_sq = both & kUpper;
+    if (__builtin_expect(largest >= kInfinity || largest_sq >= kInfinity, 0)) {
       const StepScalars given = scalars;
-      return step_staged(given, alone);
+      const UpdateRun whole = run;
+      return step_staged(given, whole, begin, log);
     }
-    write<false>(to);
+    const std::uint16_t base = static_cast<std::uint16_t>(finite_base(largest, kHighestCode));
+    const std::uint16_t base_sq = static_cast<std::uint16_t>(finite_base(largest_sq, kHighestCodeSq));
+    move_and_encode(home, next, base, base_sq, to);
+    *to.exp_avg_base = base;
+    *to.exp_avg_sq_base = base_sq;
     return 0;
   }
 
@@ -197,104 +189,95 @@ struct Block8InRegisters {
     return read_halves_at(static_cast<const std::uint16_t*>(array) + pair * kPairNumel);
   }
 
-  // The next state of the block; false, and nothing of it but ``out`` is right, if some of it is not finite.
-  ZERO_OPT_INLINE bool step_finite(const StateArrays& home) {
-    Element<AvxFloats> decayed[2 * kPairs];
-    const std::uint32_t both = decay(home, decayed), largest = both << 16, largest_sq = both & kUpper;
-    block.base = static_cast<std::uint16_t>(finite_base(largest, kHighestCode));
-    block.base_sq = static_cast<std::uint16_t>(finite_base(largest_sq, kHighestCodeSq));
-    move_and_encode(decayed);
-    return largest < kInfinity && largest_sq < kInfinity;
-  }
+  struct MomentPair {
+    AvxPair m, v;
+  };
 
-  // What of the step needs no divider: the rest of it is long, and has the encoding beside it. Returns largest_halves.
-  ZERO_OPT_INLINE std::uint32_t decay(const StateArrays& home, Element<AvxFloats>* decayed) const {
+  // The next moments of the block. Returns largest_halves.
+  ZERO_OPT_INLINE std::uint32_t decay(const StateArrays& home, MomentPair* next) const {
     const std::uint8_t* const codes = static_cast<const std::uint8_t*>(home.exp_avg);
     const std::uint8_t* const codes_sq = static_cast<const std::uint8_t*>(home.exp_avg_sq);
     const std::uint16_t base = *home.exp_avg_base, base_sq = *home.exp_avg_sq_base;
     AvxInts most = {}, most_sq = {};
 #pragma GCC unroll 4
     for (std::int64_t i = 0; i < kPairs; ++i) {
-      const AvxPair p =
-          kSplit ? joined(halves_at(home.param, i), halves_at(home.remainder, i)) : pair_at(home.param, i);
       const AvxPair g = kHalfGrad ? words_of(AvxHalves{}, halves_at(grad(), i)) : pair_at(grad(), i);
       const AvxPair m = decoded_pair(codes + i * kPairNumel, base);
       const AvxPair v = decoded_sq_pair(codes_sq + i * kPairNumel, base_sq);
-      decayed[2 * i] = decayed_vector(g.first, p.first, m.first, v.first, most, most_sq);
-      decayed[2 * i + 1] = decayed_vector(g.second, p.second, m.second, v.second, most, most_sq);
+      next[i] = {m, v};
+      decay_vector(g.first, next[i].m.first, next[i].v.first, most, most_sq);
+      decay_vector(g.second, next[i].m.second, next[i].v.second, most, most_sq);
     }
     return largest_halves(most, most_sq);
   }
 
-  ZERO_OPT_INLINE Element<AvxFloats> decayed_vector(AvxWords g, AvxWords param, AvxWords exp_avg, AvxWords exp_avg_sq,
-                                                    AvxInts& most, AvxInts& most_sq) const {
-    const Element<AvxFloats> old = {(AvxFloats)param, (AvxFloats)exp_avg, (AvxFloats)exp_avg_sq, AvxFloats{}};
+  ZERO_OPT_INLINE void decay_vector(AvxWords g, AvxWords& m, AvxWords& v, AvxInts& most, AvxInts& most_sq) const {
+    const Element<AvxFloats> old = {AvxFloats{}, (AvxFloats)m, (AvxFloats)v, AvxFloats{}};
     const Element<AvxFloats> next = UsualUpdate::decayed(adam, scalars.grad_factor * (AvxFloats)g, old);
-    const AvxInts magnitude = (AvxInts)((AvxWords)next.exp_avg & kMagnitude);
+    m = (AvxWords)next.exp_avg;
+    v = (AvxWords)next.exp_avg_sq;
+    const AvxInts magnitude = (AvxInts)(m & kMagnitude);
     // Never negative; a NaN with a sign can only come from a gradient that makes exp_avg one too.
-    const AvxInts magnitude_sq = (AvxInts)next.exp_avg_sq;
+    const AvxInts magnitude_sq = (AvxInts)v;
     most = magnitude > most ? magnitude : most;
     most_sq = magnitude_sq > most_sq ? magnitude_sq : most_sq;
-    return next;
   }
 
-  ZERO_OPT_INLINE void move_and_encode(const Element<AvxFloats>* decayed) {
-    EncodedPair encoded[kPairs];
-    AvxPair masters[kPairs];
+  ZERO_OPT_INLINE void move_and_encode(const StateArrays& home, const MomentPair* next, std::uint16_t base,
+                                       std::uint16_t base_sq, const StateArrays& to) const {
+    std::uint8_t* const codes = static_cast<std::uint8_t*>(to.exp_avg);
+    std::uint8_t* const codes_sq = static_cast<std::uint8_t*>(to.exp_avg_sq);
+    EncodedPair encoded[2];
 #pragma GCC unroll 4
     for (std::int64_t i = 0; i < kPairs; ++i) {
-      const Element<AvxFloats>&first = decayed[2 * i], &second = decayed[2 * i + 1];
-      masters[i] = {moved(first), moved(second)};
-      const AvxPair m = {(AvxWords)first.exp_avg, (AvxWords)second.exp_avg};
-      const AvxPair v = {(AvxWords)first.exp_avg_sq, (AvxWords)second.exp_avg_sq};
-      encoded[i] = encoded_pair(m, v, scalars.dither, block.base, block.base_sq);
+      const AvxPair p =
+          kSplit ? joined(halves_at(home.param, i), halves_at(home.remainder, i)) : pair_at(home.param, i);
+      const AvxPair &m = next[i].m, &v = next[i].v;
+      write_master({moved(p.first, m.first, v.first), moved(p.second, m.second, v.second)}, i, to);
+      encoded[i % 2] = encoded_pair(m, v, scalars.dither, base, base_sq);
       if (i % 2 != 0) {
-        const EncodedPair &a = encoded[i - 1], &b = encoded[i];
+        const EncodedPair &a = encoded[0], &b = encoded[1];
         const AvxWords signs = narrowed_signed(a.sign, b.sign) & 0x80808080u;
-        block.codes[i / 2] = in_order(narrowed(a.code, b.code) | signs);
-        block.codes_sq[i / 2] = in_order(narrowed(a.code_sq, b.code_sq));
+        const std::int64_t at = (i - 1) * kPairNumel;
+        store(in_order(narrowed(a.code, b.code) | signs), codes + at);
+        store(in_order(narrowed(a.code_sq, b.code_sq)), codes_sq + at);
       }
-      keep_master(masters[i], i);
     }
-    if (!kSplit && run.out != nullptr) write_out(masters);
   }
 
-  ZERO_OPT_INLINE AvxWords moved(const Element<AvxFloats>& decayed) const {
+  ZERO_OPT_INLINE AvxWords moved(AvxWords p, AvxWords m, AvxWords v) const {
+    const AvxFloats param = UsualUpdate::decayed_param(adam, (AvxFloats)p);
+    const Element<AvxFloats> decayed = {param, (AvxFloats)m, (AvxFloats)v, (AvxFloats)v};
     const AvxFloats denominator = UsualUpdate::denominator<true>(adam, decayed);
     return (AvxWords)UsualUpdate::moved(adam, decayed, denominator);
   }
 
-  // As it goes home.
-  ZERO_OPT_INLINE void keep_master(const AvxPair& master, std::int64_t pair) {
+  ZERO_OPT_INLINE void write_master(const AvxPair& master, std::int64_t pair, const StateArrays& to) const {
+    const std::int64_t at = pair * kPairNumel;
     if constexpr (kSplit) {
       const AvxPair bits = separable(master);
       const AvxHalves lower = lower_halves(bits);
-      block.masters[pair] = (AvxWords)(upper_halves(bits) + (lower >> 15));
-      block.masters[kPairs + pair] = (AvxWords)lower;
+      store(upper_halves(bits) + (lower >> 15), static_cast<std::uint16_t*>(to.param) + at);
+      store(lower, to.remainder + at);
     } else {
       const AvxPair whole = unpaired(master);
-      block.masters[2 * pair] = whole.first;
-      block.masters[2 * pair + 1] = whole.second;
-    }
-  }
-
-  ZERO_OPT_INLINE void write_out(const AvxPair* masters) const {
-#pragma GCC unroll 4
-    for (std::int64_t i = 0; i < kPairs; ++i) {
-      const AvxWords halves = (AvxWords)bf16_of(masters[i]);
-      streams ? stream(halves, out() + i * kPairNumel) : store(halves, out() + i * kPairNumel);
+      store(whole.first, static_cast<float*>(to.param) + at);
+      store(whole.second, static_cast<float*>(to.param) + at + kAvxNumel);
+      if (run.out == nullptr) return;
+      const AvxHalves halves = bf16_of(master);
+      streams ? stream((AvxWords)halves, out() + at) : store(halves, out() + at);
     }
   }
 
   template <bool kPast>
-  ZERO_OPT_INLINE void write(const StateArrays& to) const {
-    constexpr std::int64_t kParams = kSplit ? kPairs : 2 * kPairs;
-    put_vectors<kPast>(block.masters, kParams, to.param);
-    if constexpr (kSplit) put_vectors<kPast>(block.masters + kPairs, kPairs, to.remainder);
-    put_vectors<kPast>(block.codes, kPairs / 2, to.exp_avg);
-    put_vectors<kPast>(block.codes_sq, kPairs / 2, to.exp_avg_sq);
-    *to.exp_avg_base = block.base;
-    *to.exp_avg_sq_base = block.base_sq;
+  ZERO_OPT_INLINE void copy(const LogBlock& log) const {
+    const StateArrays to = home_arrays();
+    copy_vectors<kPast, kSplit ? kPairs : 2 * kPairs>(log.param, to.param);
+    if constexpr (kSplit) copy_vectors<kPast, kPairs>(log.remainder, to.remainder);
+    copy_vectors<kPast, kPairs / 2>(log.exp_avg, to.exp_avg);
+    copy_vectors<kPast, kPairs / 2>(log.exp_avg_sq, to.exp_avg_sq);
+    *to.exp_avg_base = *log.exp_avg_base;
+    *to.exp_avg_sq_base = *log.exp_avg_sq_base;
   }
 };
 

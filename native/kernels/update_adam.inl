@@ -63,7 +63,7 @@ struct AdamUpdate {
   template <typename Value>
   static inline Element<Value> decayed(const Scalars& s, Value g, const Element<Value>& old) {
     if constexpr (kL2) g = fma32(old.param, all<Value>(s.l2), g);
-    const Value p = old.param * s.decay;
+    const Value p = decayed_param(s, old.param);
     const Value turn = g - old.exp_avg;
     const Value m = kTurned ? fma32(all<Value>(s.weight1 - 1.0f), turn, g)
                             : fma32(all<Value>(s.weight1), turn, old.exp_avg);
@@ -72,6 +72,11 @@ struct AdamUpdate {
     // As torch's maximum: NaN on either side stays NaN.
     if constexpr (kAmsgrad) root_of = ((v > old.max_exp_avg_sq) | (v != v)) ? v : old.max_exp_avg_sq;
     return {p, m, v, root_of};
+  }
+
+  template <typename Value>
+  static inline Value decayed_param(const Scalars& s, Value param) {
+    return param * s.decay;
   }
 
   template <bool kFinite, typename Value>

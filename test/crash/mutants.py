@@ -28,7 +28,7 @@ HOME = "    at.home(log);\n"
 RETURN = "  return count > 0 ? lane.logs[(count + 1) % 2].nonfinite : 0;\n"
 REGISTER_MOMENT = "    arrays.exp_avg = log.exp_avg;\n"
 REGISTER_REMAINDER = "    arrays.remainder = log.remainder;\n"
-REGISTER_CODES = "    write<false>(to);\n"
+REGISTER_CODES = "    move_and_encode(home, next, base, base_sq, to);\n"
 # Of compact forms: where arrays lie in the log, and how they go home from it.
 LOGGED_MOMENT = "biased<void>(log.exp_avg, begin, moment, home.exp_avg)"
 LOGGED_REMAINDER = "biased<std::int16_t>(log.remainder, begin, 2, home.remainder)"
@@ -134,19 +134,13 @@ COMPACT = (
     ),
     Mutant(
         "a scale of the usual runs is written home at once",
-        ((REGISTER_CODES, REGISTER_CODES + "    *home_arrays().exp_avg_base = block.base;\n"),),
+        ((REGISTER_CODES, REGISTER_CODES + "    *home.exp_avg_base = base;\n"),),
         file=CODES_IN_REGISTERS,
         scenario="blocks",
     ),
     Mutant(
-        "codes of the usual runs are not in the log",
-        (
-            (
-                REGISTER_CODES,
-                "    std::uint8_t aside[kCutNumel];\n    StateArrays others = to;\n"
-                "    if (to.exp_avg != home_arrays().exp_avg) others.exp_avg = aside;\n    write<false>(others);\n",
-            ),
-        ),
+        "codes of the usual runs are written home at once",
+        ((REGISTER_CODES, REGISTER_CODES + "    __builtin_memcpy(home.exp_avg, to.exp_avg, kCutNumel);\n"),),
         file=CODES_IN_REGISTERS,
         scenario="blocks",
     ),
