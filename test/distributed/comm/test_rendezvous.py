@@ -24,7 +24,7 @@ from torch import Tensor
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import groups, rendezvous, store
+from zero_opt.comm import rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
@@ -385,19 +385,14 @@ def test_what_an_earlier_group_has_left_in_the_store_is_taken_for_no_rank() -> N
 
 
 def _connection_timed_out(rank: int, world_size: int) -> str:
-    receive, said = dist.ProcessGroup.recv, ""
-
-    def refuse(group: Any, tensors: list[Tensor], source: int, tag: int) -> Any:
-        """As gloo does where a call of the group has waited too long."""
-        if tag == groups.NEVER_SENT:
-            raise RuntimeError("[pair.cc:536] Application timeout caused pair closure")
-        return receive(group, tensors, source, tag)
-
+    group, said = dist.new_group([0, 1], timeout=timedelta(seconds=5)), ""
+    dist.barrier(group)  # the ranks are connected
     if rank == 0:
-        dist.ProcessGroup.recv = refuse  # type: ignore[method-assign,assignment]
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1), group=group)
         with pytest.raises(zero_opt.PeerLost) as caught:
-            zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
-        dist.ProcessGroup.recv, said = receive, str(caught.value)  # type: ignore[method-assign]
+            zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, group, lr=0.1)
+        said = str(caught.value)
     dist.barrier()
     return said
 
