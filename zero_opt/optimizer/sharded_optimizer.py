@@ -204,7 +204,7 @@ class ShardedOptimizer(UnevenInputs):
         """Reduce gradients, step this rank's shard, gather the updated parameters. Collective.
 
         Args:
-            closure: called once, with gradients enabled, to recompute the loss, which is returned. *others: refused.
+            closure: called once, with gradients enabled, to recompute the loss, which is returned. Others are refused.
             **options: what else the wrapped class's ``step`` takes; at world size 1 only, else ConfigTypeError.
 
         Raises:
