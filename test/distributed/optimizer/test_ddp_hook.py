@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.support.compact_training import FORMS
+from test.support.device_cases.programs import Failed, Tripwire
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 
@@ -432,16 +433,6 @@ def test_a_reducer_without_buckets_is_refused_by_name() -> None:
     run_processes(2, _hooked_one_by_one)
 
 
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError
-
-
 def _broken_in_the_middle(rank: int, world_size: int) -> None:
     first, last = nn.Linear(4, 4), nn.Linear(4, 1 << 17)  # DDP hands the last one over by itself
 
@@ -452,14 +443,14 @@ def _broken_in_the_middle(rank: int, world_size: int) -> None:
 
         def forward(self, data: Tensor, *, breaks: bool) -> Tensor:
             hidden = self.first(data)
-            return self.last(_Breaks.apply(hidden) if breaks else hidden)  # type: ignore[no-untyped-call]
+            return self.last(Tripwire.apply(hidden) if breaks else hidden)  # type: ignore[no-untyped-call]
 
     ddp = DistributedDataParallel(Both())
     optimizer = zero_opt.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, reduction=HOOK)
     ddp.register_comm_hook(optimizer, zero_opt.ddp_hook)
     ddp(torch.ones(3, 4), breaks=False).sum().backward()
     optimizer.step()
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(Failed):
         ddp(torch.ones(3, 4), breaks=True).sum().backward()
     said = "call zero_grad.. on every rank and repeat it; if Dist.* make it and the optimizer anew on every rank"
     with pytest.raises(zero_opt.StepDesync, match=said):
