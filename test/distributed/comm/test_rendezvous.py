@@ -385,8 +385,9 @@ def test_what_an_earlier_group_has_left_in_the_store_is_taken_for_no_rank() -> N
 
 
 def _connection_timed_out(rank: int, world_size: int) -> str:
-    group, said = dist.new_group([0, 1], timeout=timedelta(seconds=5)), ""
-    dist.barrier(group)  # the ranks are connected
+    dist.barrier()  # both are here: the limit is for what rank 1 leaves out
+    group, said = dist.new_group([0, 1], timeout=timedelta(seconds=10)), ""
+    dist.barrier(group)
     if rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
             dist.all_reduce(torch.ones(1), group=group)
