@@ -18,6 +18,11 @@ def timed_out(text: str) -> bool:
     return "Timed out" in text
 
 
+def closed_by_timeout(text: str) -> bool:
+    """Return whether gloo says this of a connection that it has closed because a call has waited too long."""
+    return "timeout" in text
+
+
 def closed_by_peer(text: str) -> bool:
     """Return whether gloo says this of a connection that its other process has ended.
 

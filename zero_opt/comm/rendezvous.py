@@ -43,7 +43,7 @@ from ..system.devices import HOST
 from ..system.interrupts import by_handler
 from ..system.log import log
 from ..system.waiting import until
-from .backend_errors import first_line
+from .backend_errors import closed_by_timeout, first_line
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
@@ -404,7 +404,7 @@ class Meeting:
                     raise
                 text = first_line(error)
                 how = f"rank {rank} has ended, or its host does not answer, while another waited for it in {self._call}"
-                if "timeout" in text:  # the connection is gone, and the rank may be there
+                if closed_by_timeout(text):  # the connection is gone, and the rank may be there
                     how = f"a call of the process group has waited too long for rank {rank}, and {self._call} needs it"
                 return PeerLost(f"{how}; look at its log, and restart all ranks ({text})")
         return None

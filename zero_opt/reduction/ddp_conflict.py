@@ -27,8 +27,8 @@ def ddp_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
     )
 
 
-def not_reduced(params: str, param: Tensor) -> GradientConflict:
-    """Return the error about gradients, ``params`` with their steps, that the ranks have not reduced."""
+def not_reduced(label: str, step: int, param: Tensor) -> GradientConflict:
+    """Return the error about the gradients of a parameter in a step, which the ranks have not reduced."""
     advice = (
         "put the model into DistributedDataParallel, and run the last backward of each step outside ddp.no_sync(); or "
         "use reduction=zero_opt.Overlapped() or AtStep() without it"
@@ -38,7 +38,9 @@ def not_reduced(params: str, param: Tensor) -> GradientConflict:
             "run the last backward of each step outside ddp.no_sync(); and if parameters get no gradient, or were "
             "frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it"
         )
-    return GradientConflict(f"the gradients of {params} differ between ranks, so p.grad is not yet reduced; {advice}")
+    return GradientConflict(
+        f"the gradients of {label} differ between ranks in step {step}, so p.grad is not yet reduced; {advice}"
+    )
 
 
 def _has_ddp_of(held: Collection[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.groups import Group
 from ..layout import indices_of
-from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
-from ..system.devices import build_streams, pins
+from ..system.devices import pins
 from .ddp_conflict import not_reduced
 
 # So many elements of a gradient show whether all were changed.
@@ -47,17 +46,6 @@ class _Sample(NamedTuple):
     values: Tensor
     copied: Any
 
-    @classmethod
-    def of(cls, param: int, flat: FlatParam, step: int) -> _Sample | None:
-        """Start to copy values of a parameter's gradient; ``None`` if it has none, or a sparse one."""
-        grad = flat.param.grad
-        if grad is None or grad.layout is not torch.strided:
-            return None
-        few = few_values(grad)[:_FEW].float()
-        values = torch.zeros(_FEW, dtype=torch.float32, device="cpu", pin_memory=pins(grad.device))
-        values[: few.numel()].copy_(few, non_blocking=True)
-        return cls(param, step, values, build_streams(grad.device).produced()[1])
-
     def pack(self) -> bytes:
         """Return it as bytes, once it is copied."""
         if self.copied is not None:
@@ -81,10 +69,9 @@ class GradComparison:
         """Return what this rank tells the others with its report of a step."""
         if not self._begun:
             return b""
-        flats = [*self._partition.flats.items()]
-        turn = step % len(flats)
-        samples = (_Sample.of(param, flat, step) for param, flat in chain(flats[turn:], flats[:turn]))
-        sample = next(filter(None, samples), None)
+        params = [*self._partition.flats]
+        turn = step % len(params)
+        sample = next(self._samples(chain(params[turn:], params[:turn]), step), None)
         if sample is not None and sample.copied is not None:
             sample, self._late = self._late, sample
         return b"" if sample is None else sample.pack()
@@ -108,15 +95,24 @@ class GradComparison:
         for (param, when), of_ranks in sorted(rows.items(), key=lambda item: item[0]):
             if _far_apart(of_ranks):
                 flat = self._partition.flats[param]
-                raise not_reduced(f"{flat.label} in step {when}", flat.param)
+                raise not_reduced(flat.label, when, flat.param)
         self._begun = not rows or any(bool(_zeros_for_nonfinite(of_ranks).any()) for of_ranks in rows.values())
 
     def _all(self, agreed: StepAgreement, step: int) -> bytes:
         if self._group.rank in agreed.absent:
             return b""
         used = sorted(indices_of(agreed.used) & self._partition.flats.keys())
-        samples = [_Sample.of(param, self._partition.flats[param], step) for param in used]
-        return b"".join(sample.pack() for sample in samples if sample is not None)
+        return b"".join(sample.pack() for sample in [*self._samples(used, step)])
+
+    def _samples(self, params: Iterable[int], step: int) -> Iterator[_Sample]:
+        """Start to copy values of the gradients of these parameters, but for sparse ones."""
+        for param in params:
+            grad = self._partition.flats[param].param.grad
+            if grad is not None and grad.layout is torch.strided:
+                few = few_values(grad)[:_FEW].float()
+                values = torch.zeros(_FEW, dtype=torch.float32, device="cpu", pin_memory=pins(grad.device))
+                values[: few.numel()].copy_(few, non_blocking=True)
+                yield _Sample(param, step, values, self._partition.streams[grad.device].produced()[1])
 
 
 def _zeros_for_nonfinite(values: Tensor) -> Tensor:

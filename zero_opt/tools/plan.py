@@ -206,17 +206,13 @@ def _choices(numel: float, machines: Machines, forms: Sequence[_Form]) -> Iterat
 
 def _choice(numel: float, machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> Choice:
     nbytes = _held(numel, machines, placed, form, fsdp=fsdp)
-    lacks = {
-        place: round(sum(nbytes[place].values()) - machines.room(place))
-        for place in PLACES
-        if sum(nbytes[place].values()) > machines.room(place)
-    }
+    left = {place: machines.room(place) - sum(nbytes[place].values()) for place in PLACES}
+    lacks = {place: round(-room) for place, room in left.items() if room < 0}
     says = form.says if not placed.late else f"{form.says}, each update one step late"
     code, params = _code(machines, placed, form, fsdp=fsdp), "FSDP2" if fsdp else "on every rank"
-    place = "host" if machines.on_host else "device"
-    left = max(round(machines.room(place) - sum(nbytes[place].values())), 0)
     exposed_s = _exposed_s(nbytes, machines, placed)
-    return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks, left)
+    unused = max(round(left["host" if machines.on_host else "device"]), 0)
+    return Choice(code, says, placed.name, params, nbytes, exposed_s, lacks, unused)
 
 
 def _code(machines: Machines, placed: _Placed, form: _Form, *, fsdp: bool) -> str:

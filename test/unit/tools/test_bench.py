@@ -17,6 +17,7 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from zero_opt.__main__ import main
 from zero_opt.errors import ConfigError
 from zero_opt.tools import bench as benching
@@ -72,7 +73,8 @@ def test_a_rank_that_fails_ends_the_run() -> None:
 def test_what_a_rank_raises_is_one_line() -> None:
     few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40))
     command = [sys.executable, "-m", "zero_opt", "bench", "--numel", "40K", "--rows", "4", "--seconds", "0.1"]
-    ended = subprocess.run(command, preexec_fn=few, capture_output=True, text=True, check=False)
+    limits: Any = {"preexec_fn": few, "timeout": PATIENCE_S}
+    ended = subprocess.run(command, **limits, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "error: rank" in ended.stderr and "file descriptors" in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
