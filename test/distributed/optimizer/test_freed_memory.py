@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -13,7 +15,7 @@ import zero_opt
 from test.support.harness import run_processes
 
 MATRICES, WIDTH = 32, 1024  # of 4 MiB each
-STEPS = 20
+STEPS = 60
 
 
 def _new_pages(rank: int, world_size: int, reduction: str) -> int:
@@ -36,8 +38,18 @@ def _new_pages(rank: int, world_size: int, reduction: str) -> int:
     return counts[-1] - counts[0]
 
 
+def pages_of_two_ranks(reduction: str) -> None:
+    """Print the more that one of two ranks touches."""
+    print(max(run_processes(2, partial(_new_pages, reduction=reduction))))
+
+
 @pytest.mark.parametrize("reduction", ["Overlapped", "AtStep"])
 def test_gradients_are_made_where_others_were(reduction: str) -> None:
-    """The heap grows, once, to the most gradients that are alive at a time, which timing decides."""
+    """The heap grows, once, to the most gradients that are alive at a time, which timing decides.
+
+    In an interpreter of its own: ranks forked from one with a large heap touch the free pages in it for the first time.
+    """
     grads_pages = MATRICES * WIDTH * WIDTH * 4 // resource.getpagesize()
-    assert max(run_processes(2, partial(_new_pages, reduction=reduction))) < 2 * grads_pages
+    code = f"from {__name__} import pages_of_two_ranks; pages_of_two_ranks({reduction!r})"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert int(ended.stdout) < 2 * grads_pages
