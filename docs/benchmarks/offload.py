@@ -48,6 +48,7 @@ DEEPSPEED, TORCHAO, ALONE = "DeepSpeed ZeRO-2, offload to CPU", "torchao CPUOffl
 MOVING = "a step's bytes alone, moved"
 COMPACT = ", 8-bit moments, split masters"  # in place of fp32 ones
 LIMIT_S = 900.0
+REST_S = 0.25  # between systems: a delayed step has ended by then, and takes no core from the next system
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -211,6 +212,7 @@ class Case:
                 marks.append(self.ended())
                 trainer.step()
                 marks.append(self.ended())
+                time.sleep(REST_S)
                 if number >= WARMUP:
                     times[name]["backward"].append(1e3 * (marks[1] - marks[0]))
                     times[name]["step"].append(1e3 * (marks[2] - marks[1]))

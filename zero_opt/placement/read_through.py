@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class ReadThrough(MutableMapping[str, Any]):
         self._dropped: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
-        keys = dict.fromkeys((*self._saved, *self._values))
+        keys = dict.fromkeys(chain(self._saved, self._values))
         return iter([key for key in keys if key not in self._dropped])
 
     def __len__(self) -> int:
@@ -80,6 +81,10 @@ class ReadThrough(MutableMapping[str, Any]):
     def held(self) -> list[Tensor]:
         """Return the tensors that this state has given out."""
         return [value for value in self._values.values() if isinstance(value, Tensor)]
+
+    def unread(self) -> bool:
+        """Whether nobody has asked for a value, put one in or dropped one since :meth:`forget`."""
+        return not (self._values or self._dropped)
 
     def edited(self) -> bool:
         """Whether users have written to a value, put another in its place, or dropped one."""

@@ -227,6 +227,8 @@ class VisibleState:
         entries = [*state.values()]
         contents = flattened(entries)
         if contents is None:
+            contents = flattened([e for e in entries if not (isinstance(e, ReadThrough) and e.unread())])
+        if contents is None:
             return []
         # By these hyperparameters a placement chooses in which form it steps, and keeps state.
         forms = (group.get(key) for group in self._owner.param_groups for key in ("fused", "foreach", "amsgrad"))
