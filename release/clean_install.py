@@ -61,8 +61,9 @@ def compare_bits(python: Sequence[str], wheel: Path) -> None:
     print(f"   same bits: {', '.join(found)} of {wheel.name}", flush=True)
 
 
-def native_tests(python: Path, sdist: Path, pins: Sequence[str]) -> None:
-    """Run the native tests of an sdist, from which the package itself is taken away."""
+def native_tests(python: Path, sdist: Path) -> None:
+    """Run the native tests of an sdist, from which the package itself is taken away, beside any torch."""
+    pins = ["--constraint", str(ROOT / "constraints.txt")]
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", *pins, *TESTERS], check=True, timeout=1200)
     with tempfile.TemporaryDirectory() as scratch:
         with tarfile.open(sdist) as archive:
@@ -77,7 +78,6 @@ def main(target: str, *torches: str) -> None:
     """Try all wheels; the first failure ends it."""
     folder, machine = Path(target).resolve(), platform.machine()
     (sdist,) = folder.glob("*.tar.gz")
-    pins = ["--constraint", str(ROOT / "constraints.txt")]
     for version, found in found_pythons().items():
         wheel = wheel_for(folder, version, machine)
         print(f"== {wheel.name}", flush=True)
@@ -88,7 +88,7 @@ def main(target: str, *torches: str) -> None:
                 command = [str(clean), str(_RELEASE / "smoke.py")]
                 subprocess.run(command, cwd=scratch, check=True, timeout=1800, env=alone())
                 if torch == torches[0]:
-                    native_tests(clean, sdist, [*pins, f"torch=={torch}"])
+                    native_tests(clean, sdist)
     if root := os.environ.get(FOREIGN_ROOT):
         for path in sorted(Path(root, "usr/bin").glob("python3.[0-9][0-9]")):
             wheel = wheel_for(folder, path.name.removeprefix("python"), "aarch64")
