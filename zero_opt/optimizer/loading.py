@@ -27,7 +27,7 @@ from ..system.log import log
 from .arguments import check_options
 from .compact_rows import compact_places, compact_values
 from .config import Config
-from .dtensors.local_parts import local_of
+from .dtensors.local_parts import check_own_part, local_of
 from .dtensors.mesh_params import state_like
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
@@ -177,6 +177,9 @@ def _taken(
     params, taken = [param for group in param_groups for param in group["params"]], {}
     for index, state in states.items():
         with refused.each():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and is_dtensor(value):
+                    check_own_part(value, f"state {key!r} of parameter {index}")
             for key in SQUARES if config.optimizer_class in NATIVE_CLASSES else ():
                 if isinstance(state.get(key), Tensor):
                     require_squares(f"state {key!r} of parameter {index}", local_of(state[key]))

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import UnsupportedParam
+from ...errors import StateDictError, UnsupportedParam
 from ...kernels.strides import contiguous_strides
 from ...sharding.flat_param import is_dtensor
 
@@ -47,6 +48,24 @@ def check_cut_for_muon(param: Tensor, label: str) -> None:
                 f"{label} is cut by dimension {dim}, of length {length}, for {ranks} ranks, and torch.optim.Muon steps "
                 "no matrix that is shorter than that; give it to another optimizer, such as torch.optim.AdamW"
             )
+
+
+def check_own_part(value: Any, label: str) -> None:
+    """Raise StateDictError, naming the value, for a DTensor that has another rank's part: it was saved by that rank.
+
+    A DTensor's mesh is saved with it, and with the mesh where its rank was in it. Parts that are alike count as one's
+    own (HSDP).
+    """
+    mesh, here = value.device_mesh, dist.get_rank()
+    coordinate, own = mesh.get_coordinate(), (mesh.mesh == here).nonzero().tolist()
+    cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    if coordinate is None or not own or any(coordinate[dim] != own[0][dim] for dim in cut):
+        whose = "no rank" if coordinate is None else f"rank {int(mesh.mesh[tuple(coordinate)])}"
+        raise StateDictError(
+            f"{label} is a DTensor with the part of {whose} of a mesh of {mesh.size()}, and this is rank {here}: each "
+            "rank can load only what it has saved itself. To save one file for all ranks, call "
+            "opt.consolidate_state_dict() on every rank before opt.state_dict(), or use torch.distributed.checkpoint"
+        )
 
 
 def local_of(value: Tensor) -> Tensor:
