@@ -38,8 +38,21 @@ def not_reduced(label: str, step: int, param: Tensor) -> GradientConflict:
             "run the last backward of each step outside ddp.no_sync(); and if parameters get no gradient, or were "
             "frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it"
         )
+    if _is_ignored(param):
+        advice = (
+            "DistributedDataParallel was told to ignore this parameter (_ddp_params_and_buffers_to_ignore): let it "
+            "reduce the parameter, or use reduction=zero_opt.DDPHook(), which reduces what it ignores"
+        )
     return GradientConflict(
         f"the gradients of {label} differ between ranks in step {step}, so p.grad is not yet reduced; {advice}"
+    )
+
+
+def _is_ignored(param: Tensor) -> bool:
+    return any(
+        held is param and name in getattr(ddp, "parameters_to_ignore", ())
+        for ddp in _instances(DistributedDataParallel)
+        for name, held in ddp.module.named_parameters()
     )
 
 

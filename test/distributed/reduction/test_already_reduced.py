@@ -103,6 +103,7 @@ def _one_left_out(rank: int, world_size: int) -> str:
 def test_a_parameter_that_ddp_ignores_is_noticed_in_the_first_step() -> None:
     for message in run_processes(2, _one_left_out):
         assert "module.1.bias" in message
+        assert "was told to ignore this parameter" in message and "no_sync" not in message
 
 
 def _frozen_at_first(rank: int, world_size: int) -> int:

@@ -270,9 +270,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             )
         if self._pending is not None and self._written_to():
             return StepPending(
-                "opt.state was written to while a step that changes it was pending, which may have undone that; with "
-                "delay=1, call opt.flush() before writing to it. To go on, call it on every rank, unless it is what "
-                "raises this: it brings the step in. Write again then"
+                "opt.state was written to while a step that changes it was pending, which may have undone that, wholly "
+                "or in part; with delay=1, call opt.flush() before writing to it. To go on, call it on every rank, "
+                "unless it is what raises this: it brings the step in. Then set the values, by copy_(), since mul_() or "
+                "add_() may find them changed already, or load a checkpoint"
             )
         return super().conflict()
 
