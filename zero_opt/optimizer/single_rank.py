@@ -48,7 +48,7 @@ class SingleRank(Engine):
     """
 
     wrapped: torch.optim.Optimizer
-    skips = 0
+    steps = skips = 0
     unscales = False
     _met_none = False  # whether a step has met no gradient, which the log says once
 
@@ -119,7 +119,7 @@ class SingleRank(Engine):
             if self._met_none:
                 log.warning(MET_NONE)
         if not self._prepares:
-            return bare_step(wrapped, closure, **options)
+            return self._counted(closure, options)
         losses: list[Any] = [None]
 
         def prepared() -> Any:
@@ -135,12 +135,21 @@ class SingleRank(Engine):
 
         try:
             if closure is not None:
-                return bare_step(wrapped, prepared, **options)
+                return self._counted(prepared, options)
             prepared()
-            return bare_step(wrapped, **options)
+            return self._counted(None, options)
         except _NotTaken:
             self.skips += 1
             return losses[-1]
+
+    def _counted(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+        """Have the wrapped class step, and count that."""
+        loss = bare_step(self.wrapped, closure, **options)
+        self.steps += 1
+        return loss
+
+    def stats(self) -> dict[str, float]:
+        return {"steps": float(self.steps), **super().stats()}
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         if error is not None:

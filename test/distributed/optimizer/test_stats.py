@@ -164,7 +164,17 @@ def _skipped(rank: int, world_size: int) -> dict[str, float]:
 def test_skipped_steps_are_counted(world_size: int) -> None:
     for found in run_threads(world_size, _skipped):
         assert found["skipped_steps"] == 1
-        assert found.get("steps", 0) == 0
+        assert found["steps"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipped"])
+def test_a_rank_alone_has_its_counts(options: dict[str, Any]) -> None:
+    model = _model()
+    optimizer = make(model, **options)
+    assert optimizer.stats() == {"steps": 0.0, "skipped_steps": 0.0}
+    _train(model, optimizer, 0, 2)
+    optimizer.step(lambda: None)
+    assert optimizer.stats() == {"steps": 3.0, "skipped_steps": 0.0}
 
 
 def _all_keys(rank: int, world_size: int, folder: Path) -> set[str]:
