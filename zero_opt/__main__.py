@@ -72,9 +72,13 @@ def _numel(text: str) -> float:
 
 def _bytes(text: str) -> float:
     """A number of bytes as machines have them: 80GB, 512GiB, 2TB."""
+    if re.fullmatch(r"0+\.?0*", text.strip()):
+        return 0.0
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GB, 512GiB or 2TB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes with its unit, such as 80GB, 512GiB or 2TB"
+        )
     number, unit, binary = found.groups()
     power = "KMGT".index(unit.upper()) + 1 if unit else 0
     return float(number) * float((1024 if binary else 1000) ** power)
@@ -130,19 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--rank", type=int, help="of which rank (default: the one that needs most)")
     _add_plan(commands.add_parser("plan", help="which offload and which form of state fit a machine, best first"))
     _add_bench(commands.add_parser("bench", help="reductions and offloads side by side on this machine, beside DDP"))
-    looks = commands.add_parser(
-        "doctor", help="what of zero_opt works on this machine, and what to do where it does not"
-    )
+    looks = commands.add_parser("doctor", help="what of zero_opt works on this machine, and what to do about the rest")
     looks.add_argument("--path", help="a directory for NVMeOffload, to look at too")
     looks.add_argument("--json", action="store_true", help="print a JSON list, for a report")
-    looks.add_argument("--ranks", action="store_true", help="under torchrun: what its ranks have alike, and what not")
+    looks.add_argument("--ranks", action="store_true", help="under torchrun: compare all ranks")
     return parser
 
 
 def _add_optimizer(parser: argparse.ArgumentParser, classes: str) -> None:
     parser.add_argument("--optimizer", type=_optimizer, default="AdamW", help=f"{classes} (default AdamW)")
     parser.add_argument(
-        "--option", type=_option, action="append", default=[], help="of it, as amsgrad=True; repeatable"
+        "--option", type=_option, action="append", default=[], help="of the class, as amsgrad=True; repeatable"
     )
 
 
@@ -252,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "doctor" and given.ranks:
             return print_comparison(__version__, given.path, as_json=given.json)
         if given.command == "doctor":
-            return doctor.print_findings(given.path, as_json=given.json)
+            return doctor.print_findings(__version__, given.path, as_json=given.json)
         {"plan": _print_plan, "bench": _print_bench, "estimate": _print_estimate}[given.command](given)
     except ZeroOptError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -233,7 +233,7 @@ class Watch:
     def alone(self, missing: Sequence[int]) -> str:
         """Return what this rank has called, and the missing ranks have not."""
         others = " and ".join(f"rank {rank}" for rank in missing)
-        return f"rank {self._rank} called {self.call}, {others} did not of this optimizer"
+        return f"rank {self._rank} called {self.call}, {others} did not, of this optimizer"
 
     def hung(self, ranks: Sequence[int], seconds: float, waiting: str = "") -> PeerSilent | None:
         """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""

@@ -23,6 +23,7 @@ ADAM_CLASSES = tuple(cls for cls, update in UPDATES.items() if update is ADAM)
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
+_IN_PROCESS = f"CPUOffload() takes any class, and {_OTHERWISE}"
 
 
 def check_groups(
@@ -39,7 +40,7 @@ def check_groups(
     require_native()
     if cls not in classes:
         names = ", ".join(known.__name__ for known in classes)
-        raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_OTHERWISE}")
+        raise UnsupportedOptimizer(f"{policy} steps {names}, not {cls.__name__}; {_IN_PROCESS}")
     for number, group in enumerate(groups):
         check_fused(policy, number, group)
         if group.get("fused") is None:
@@ -51,7 +52,7 @@ def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
     if group.get("fused") is False or group.get("foreach"):
         raise UnsupportedOptimizer(
             f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and {policy} "
-            f"has the bits of fused=True alone; {_OTHERWISE}"
+            f"has the bits of fused=True alone; leave both out of that group, or {_OTHERWISE}"
         )
 
 

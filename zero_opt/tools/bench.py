@@ -47,6 +47,8 @@ from .estimate import check_numel, checked_device
 _WIDTH, _WARM = 1024, 2
 _PATIENCE_S, _LOOK_AGAIN_S = 600.0, 0.2
 _BARE = "forward and backward alone"
+# What a process takes that has imported torch, of its own.
+_INTERPRETER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,21 @@ class Bench:
         checked_device(self.device)
         if not 0 < self.seconds < math.inf:
             raise ConfigError(f"seconds must be positive and finite, got {self.seconds:g}")
-        if not is_host(torch.device(self.device)) and self.ranks > torch.accelerator.device_count():
-            raise ConfigError(f"{self.ranks} ranks need as many {self.device} devices; there are fewer: pass --ranks")
+        found = _count_devices(self.device)
+        if found is not None and self.ranks > found:
+            raise ConfigError(
+                f"{self.ranks} ranks need as many {self.device} devices, and torch {torch.__version__} finds {found} "
+                "here: pass --ranks or --device"
+            )
+
+
+def _count_devices(device: str) -> int | None:
+    """Return how many devices of a type torch finds; ``None`` for the CPU, which ranks share."""
+    if is_host(torch.device(device)):
+        return None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    alike = accelerator is not None and accelerator.type == torch.device(device).type
+    return torch.accelerator.device_count() if alike else 0
 
 
 class Way(NamedTuple):
@@ -286,9 +301,11 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
         note: told what is measured next, how much is done, and of how much.
 
     Raises:
-        StorageFailed, OutOfResources: no file can be made in ``path``. OutOfMemory: the model does not fit in host
-            memory. Both before a process starts. ZeroOptError: what a process has raised.
+        ConfigError: a launcher has started this process. StorageFailed, OutOfResources: no file can be made in
+            ``path``. OutOfMemory: the ranks do not fit in host memory. All before a process starts. ZeroOptError: what
+            a process has raised.
     """
+    _check_alone()
     _check_room(bench)
     order, seconds, nbytes = _in_order(bench), dict[str, list[float]](), dict[str, int]()
     with ExitStack() as stack:
@@ -327,13 +344,23 @@ def _ended(ranks: Any, failures: Any) -> bool:
         raise error_of_rank(*failures.get()) from None
 
 
+def _check_alone() -> None:
+    """Raise ConfigError under a launcher: each of its ranks would start all of a bench's."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"bench starts its ranks itself, and this is one of the {os.environ['WORLD_SIZE']} of a launcher such as "
+            "torchrun: run python -m zero_opt bench --ranks N without it"
+        )
+
+
 def _check_room(bench: Bench) -> None:
     """Raise StorageFailed or OutOfMemory where there is no file, or no host memory for ranks with a plain AdamW."""
     if bench.path is not None:
         StateFile(bench.path).close()
-    needed = 4 * bench.ranks * bench.numel * bench.param_dtype.itemsize  # parameters, gradients and two moments
+    held = 4 * bench.numel * bench.param_dtype.itemsize  # parameters, gradients and two moments
+    needed = bench.ranks * (_INTERPRETER_BYTES + held * is_host(torch.device(bench.device)))
     left = memory_left()
-    if is_host(torch.device(bench.device)) and needed > left:
+    if needed > left:
         raise OutOfMemory(
             f"{bench.ranks} ranks with {bench.numel:g} elements each need at least {mib(needed)} of host memory, and "
             f"{mib(left)} may still be had; pass a smaller --numel, or fewer --ranks"
@@ -361,7 +388,7 @@ def report(measured: Sequence[Timing]) -> str:
     for one in measured:
         lines.append(f"{one.name:<40}{1e3 * one.step_s:>10.1f}{1e3 * one.exposed_s:>13.1f}{one.nbytes / 2**20:>9.0f}")
     ours = [one for one in measured if one.code]
-    lines += ["", "The fastest, and the one that takes least memory:"]
+    lines += ["", "The fastest of zero_opt's, and the one of them that takes the least memory:"]
     for one in dict.fromkeys((ours[0], min(ours, key=lambda one: one.nbytes))):
         lines.append(f"  opt = {one.code}")
     return "\n".join(lines)

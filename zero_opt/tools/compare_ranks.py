@@ -49,7 +49,7 @@ _MUST_AGREE = {
     "nccl": _ONE_VERSION,
     "accelerator": "ranks need devices of one type; nvidia-smi and CUDA_VISIBLE_DEVICES say more",
     "bf16": "use another dtype, or devices that have this one",
-    "path": "NVMeOffload is refused on the ranks without; give them another directory",
+    "path": "NVMeOffload is refused there; give another directory, where a file can be made",
     "WORLD_SIZE": "start all hosts with the same number of ranks",
 }
 # What may differ.
@@ -171,7 +171,8 @@ def facts(version: str, path: str | None) -> dict[str, str]:
     }
     if path is not None:
         has["path"] = _YES if found["path"].status == OK else found["path"].advice
-    has["usable"] = "; ".join(f"{f.name}: {f.found}" for f in found.values() if f.status == BAD) or _YES
+    unusable = [f"{f.name}: {f.found}" for f in found.values() if f.status == BAD and f.name != "path"]
+    has["usable"] = "; ".join(unusable) or _YES
     variables = (*_OWN_VARIABLES, *_COMMON_VARIABLES, "WORLD_SIZE")
     return has | {name: value for name, value in os.environ.items() if name.startswith(variables)}
 
@@ -197,8 +198,8 @@ def compared(facts_of: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
         has = {rank: of.get(name, "unset" if name.isupper() else "") for rank, of in facts_of.items()}
         if not any(has.values()):
             continue
-        differs = len(set(has.values())) > 1
-        yield Finding(status if differs else OK, name, _by_value(has), advice if differs else "")
+        fails = len(set(has.values())) > 1 or (name == "path" and _YES not in has.values())
+        yield Finding(status if fails else OK, name, _by_value(has), advice if fails else "")
 
 
 def _by_value(values_of: Mapping[int, str]) -> str:
@@ -271,7 +272,7 @@ def _connections(told: Mapping[int, str], absent: Sequence[int], silent: Sequenc
         text = f"{len(told) + len(silent)} of {len(told) + len(silent) + len(absent)} have come, {named(absent)} not"
         yield Finding(BAD, "ranks", text, "look at their logs, and start the command on every host")
         return
-    yield Finding(OK, "ranks", f"all {len(told) + len(silent)} have come")
+    yield Finding(OK, "ranks", f"{len(told) + len(silent)} of {len(told) + len(silent)} have come")
     why = {rank: text for rank, text in told.items() if text != _YES} | dict.fromkeys(silent, "no answer")
     if why:
         advice = "ranks reach the store but not each other: see GLOO_SOCKET_IFNAME, addresses of hosts, and firewalls"

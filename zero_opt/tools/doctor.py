@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -79,9 +80,9 @@ def examine(path: str | None = None) -> Iterator[Finding]:
         yield from _path(path)
 
 
-def print_findings(path: str | None = None, *, as_json: bool = False) -> int:
-    """Print what :func:`examine` finds; 0 if the package can be used here, and ``path``, if given, else 1."""
-    return print_report(examine(path), as_json=as_json)
+def print_findings(version: str, path: str | None = None, *, as_json: bool = False) -> int:
+    """Print the version, and what :func:`examine` finds; 0 if all of it can be used here, else 1."""
+    return print_report(chain([Finding(OK, "zero_opt", version)], examine(path)), as_json=as_json)
 
 
 def print_report(findings: Iterable[Finding], *, as_json: bool) -> int:
@@ -152,8 +153,8 @@ def _cores() -> Iterator[Finding]:
     elif own < min(threads, physical):
         # By default torch has one thread for hyperthreads that share a core.
         advice = (
-            f"torch has {_in_words(own)}, fewer than may run, for forward and backward on the CPU (and for steps, "
-            f"unless because of OMP_NUM_THREADS=1): set OMP_NUM_THREADS={threads}"
+            f"torch has {_in_words(own)}, fewer than may run. Forward and backward on the CPU take so many, and "
+            f"offloaded steps unless OMP_NUM_THREADS is 1: set OMP_NUM_THREADS={threads}"
         )
     yield Finding(OK, "cores", text, advice)
 

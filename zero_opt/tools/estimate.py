@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.groups import checked_rank
-from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
+from ..errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
 from ..field_checks import check_choice, check_dtype, check_integer, plain_number
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
@@ -22,7 +22,7 @@ from ..policies import AdamState, Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy, bucket_mb_of
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
-from ..system.devices import HOST, is_meta
+from ..system.devices import HOST, is_host, is_meta
 from .dry_run import sketch_of
 from .memory_rows import Row, Sizing, steps_alone
 
@@ -191,6 +191,7 @@ def estimate(
         else:
             groups = target.groups(model_or_numel)
         sizing = _sizing(groups, target, world_size, config)
+    _check_rounding(sizing)
     rank = sizing.fullest_rank()
     return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
@@ -215,6 +216,16 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
     config.placement.check(placed, names.__getitem__)
     trainable = [index for index, sketch in sketches.items() if sketch.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(MOST_RANKS_PER_HOST, world_size), config)
+
+
+def _check_rounding(sizing: Sizing) -> None:
+    """Raise ConfigConflict where gradients cannot be rounded between hosts."""
+    on_accelerator = any(not is_host(sketch.device) for sketch in sizing.sketches.values())
+    if sizing.config.precision.between_hosts_dtype is not None and on_accelerator:
+        raise ConfigConflict(
+            "MixedPrecision.between_hosts_dtype is for parameters on the CPU: the collectives of an accelerator add up "
+            "gradients as they are sent. Leave it None, or use reduce_dtype"
+        )
 
 
 def _title(sizing: Sizing) -> str:
@@ -254,6 +265,11 @@ def checked_device(device: Any) -> torch.device:
     return torch.device(parsed.type)
 
 
+def _or_register(cls: type[torch.optim.Optimizer]) -> str:
+    known = cls.__module__.startswith("torch.optim")  # not to be elementwise
+    return "" if known else ", or register_elementwise() the class if it is elementwise"
+
+
 class _Target(NamedTuple):
     """What parameters will be, where it is not what they are."""
 
@@ -284,8 +300,8 @@ class _Target(NamedTuple):
             )
         if not is_elementwise(cls):
             raise ConfigError(
-                f"what {cls.__name__} keeps may depend on shapes, which a number has none of; pass the model, on the "
-                "meta device if it is large, or register_elementwise() the class"
+                f"what {cls.__name__} keeps may depend on shapes, which a number has none of; call zero_opt.estimate() "
+                f"with the model, on the meta device if it is large{_or_register(cls)}"
             )
         if isinstance(numel, bool) or not 1 <= numel <= sys.float_info.max or numel != int(numel):
             raise ConfigError(f"a number of parameters must be a whole number, at least 1, got {quoted(numel)}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedOptimizer
+from ..errors import ConfigConflict, ConfigError, UnsupportedOptimizer
 from ..field_checks import check_integer
 from ..kernels import CPUAdam, CPUAdamW, CPULion
 from ..kernels.table import NATIVE_CLASSES
@@ -56,6 +56,8 @@ class Machines:
         checked_device(self.device)
         check_integer("world_size", self.world_size)
         check_integer("ranks_per_host", self.ranks_per_host)
+        if self.ranks_per_host > self.world_size:
+            raise ConfigError(f"{self.ranks_per_host} ranks per host are more than all {self.world_size}")
 
     @property
     def on_host(self) -> bool:
@@ -167,9 +169,12 @@ def plan(
 
     Raises:
         ConfigError: ``numel`` is not positive, or more than any machine addresses.
+        ConfigConflict: ``fused`` or ``foreach`` is given, of which each offload has its own.
         UnsupportedOptimizer: the class is none of ``PLANNED``.
     """
     check_numel(numel)
+    if chosen := defaults.keys() & {"fused", "foreach"}:
+        raise ConfigConflict(f"plan compares offloads, which step as fused=True does; leave out {', '.join(chosen)}")
     found = list(_choices(numel, machines, _forms(optimizer_class, defaults)))
     order = {id(choice): turn for turn, (_, choice) in enumerate(sorted(found, key=_preference))}
     return sorted((choice for _, choice in found), key=lambda choice: order[id(choice)])
@@ -185,8 +190,8 @@ def _forms(optimizer_class: type[torch.optim.Optimizer], defaults: Mapping[str, 
     if optimizer_class not in PLANNED:
         names = ", ".join(cls.__name__ for cls in PLANNED)
         raise UnsupportedOptimizer(
-            f"plan takes {names}, which every offload steps, not {optimizer_class.__name__}; python -m zero_opt "
-            "estimate takes any class"
+            f"plan takes {names}, which every offload steps, not {optimizer_class.__name__}; "
+            "zero_opt.estimate() with the model takes other classes"
         )
     compact = _COMPACT.get(optimizer_class)
     found = [_Form(optimizer_class, defaults)]
@@ -313,7 +318,7 @@ def _exposed_s(nbytes: Mapping[str, Mapping[str, int]], machines: Machines, plac
 def as_table(choices: Sequence[Choice], machines: Machines) -> str:
     """The choices as text: a table, with what those that do not fit lack, and the line of code of those that do."""
     places = [place for place in PLACES if place != "device" or not machines.on_host]
-    rooms = [f"{place}/{_gb(machines.room(place))}" for place in places]
+    rooms = [f"{place}/{machines.room(place) / 1e9:,.1f}" for place in places]
     rows = [("", "result", "offload", "parameters", "step, ms", *rooms, "left")]
     for number, choice in enumerate(choices, 1):
         sizes = [_gb(choice.total(place)) + "!" * (place in choice.lacks) for place in places]

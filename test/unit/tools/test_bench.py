@@ -89,7 +89,9 @@ def test_what_a_rank_raises_is_one_line() -> None:
         ("--path /nonexist", "no file for optimizer state can be made in '/nonexist'"),
         ("--path /etc/passwd", "no file for optimizer state can be made in '/etc/passwd'"),
         ("--device tpu", "torch device such as 'cuda'"),
-        ("--numel 1e15", "need at least 30,517,578,125.0 MiB of host memory, and "),
+        ("--numel 1e15", "need at least 30,517,578,325.0 MiB of host memory, and "),
+        ("--numel 100K --ranks 100000", "100000 ranks with 100000 elements each need at least 10,"),
+        ("--device cuda --ranks 1000", f"1000 ranks need as many cuda devices, and torch {torch.__version__} finds "),
         ("--numel 1e30", "elements must be at most"),
     ],
 )
@@ -100,6 +102,15 @@ def test_what_cannot_be_measured_is_refused_before_ranks_are_started(
     assert main(["bench", *words.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and told in error and error.count("\n") == 1
+
+
+def test_ranks_of_a_launcher_start_no_bench(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benching, "start_processes", None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench"]) == 2
+    assert "run python -m zero_opt bench --ranks N without it" in capsys.readouterr().err
 
 
 NUMBERS = ({"numel": 0.0}, {"numel": math.inf}, {"ranks": 0}, {"rows": 0}, *({"seconds": s} for s in (0, -1, math.inf)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ def test_what_may_differ_is_marked(name: str, own: dict[str, str]) -> None:
 def test_what_no_rank_can_be_used_without_need_not_differ(own: dict[str, str]) -> None:
     findings = found(dict.fromkeys(range(2), own | {"usable": "torch: 2.10.1"}))
     assert findings["usable"].status == BAD and findings["usable"].found == "torch: 2.10.1"
+
+
+def test_a_path_of_which_no_rank_can_make_use_is_bad_once(own: dict[str, str], tmp_path: Path) -> None:
+    has = facts("0.1.0", f"{tmp_path}/nothing")
+    bad = {name: finding for name, finding in found({0: has, 1: has}).items() if finding.status == BAD}
+    assert [*bad] == ["path"] and "NVMeOffload is refused there" in bad["path"].advice
 
 
 def test_hosts_are_listed(own: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ def test_here_everything_of_the_package_works(tmp_path: Path, capsys: pytest.Cap
     for name in ("python", "torch", "native", "memory", "memfd", "pidfd", "eventfd", "shared memory", "worker", "gloo"):
         assert found[name].status == OK, found[name]
     assert found["path"].status == OK and "free" in found["path"].found
-    assert print_findings() == 0
+    assert print_findings("1.2") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("ok   native") for line in lines)
 
@@ -51,7 +51,7 @@ def test_a_container_that_refuses_a_call(call: str, name: str, monkeypatch: pyte
     found = findings()
     assert found[name].status == OFF and "Operation not permitted" in found[name].found
     assert call in found[name].advice and found["worker"].status == OFF
-    assert print_findings() == 0
+    assert print_findings("1.2") == 0
 
 
 def test_a_python_that_lacks_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,19 +73,19 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     found = findings()
     assert found["native"].status == found["worker"].status == OFF
     assert "installed from source" in found["native"].advice and found["cores"].status == OK
-    assert print_findings() == 0
+    assert print_findings("1.2") == 0
 
 
 def test_an_old_torch_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
-    assert findings()["torch"].status == BAD and print_findings() == 1
+    assert findings()["torch"].status == BAD and print_findings("1.2") == 1
 
 
 @pytest.mark.parametrize("name", ["nothing", "file"])
 def test_a_path_that_cannot_be_used_is_bad(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert findings(str(tmp_path / name))["path"].status == BAD
-    assert print_findings(str(tmp_path / name)) == 1
+    assert print_findings("1.2", str(tmp_path / name)) == 1
 
 
 def test_a_path_without_direct_transfers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

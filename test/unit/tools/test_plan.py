@@ -11,7 +11,7 @@ import torch
 
 import zero_opt
 from zero_opt.__main__ import main
-from zero_opt.errors import ConfigError
+from zero_opt.errors import ConfigConflict, ConfigError
 from zero_opt.kernels import CPULion
 from zero_opt.kernels.table import NATIVE_CLASSES, UPDATES
 from zero_opt.placement.native_rules import say_fused
@@ -137,6 +137,18 @@ def test_the_line_of_code_runs_where_parameters_are_on_the_cpu(number: int, cls:
         names["opt"].close()
 
 
+@pytest.mark.parametrize("option", ["fused", "foreach"])
+@pytest.mark.parametrize("value", [True, False])
+def test_how_a_class_steps_is_not_for_the_user_to_say(option: str, value: bool) -> None:
+    with pytest.raises(ConfigConflict, match=f"leave out {option}"):
+        plan(1e8, machines(), **{option: value})
+
+
+def test_a_host_has_no_more_ranks_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="16 ranks per host are more than all 8"):
+        machines(ranks_per_host=16)
+
+
 def test_on_the_cpu_all_is_host_memory() -> None:
     for choice in plan(1e8, machines(device="cpu", device_nbytes=0.0, world_size=2, ranks_per_host=2)):
         assert choice.total("device") == 0 < choice.total("host")
@@ -203,7 +215,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int
         (["7B", "--device", "tpu", "--device-memory", "80GB", "--host-memory", "1GB"], "torch device such as 'cuda'"),
         (["7B", "--device", "cpu", "--device-memory", "80GB", "--host-memory", "1GB"], "not for --device cpu"),
         (["7B", "--device", "cpu", "--host-memory", "1GB", "--world", "0"], "world_size must be at least 1"),
-        (["7B", "--device", "cpu", "--host-memory", "1GB", "--optimizer", "Muon"], "estimate takes any class"),
+        (
+            ["7B", "--device", "cpu", "--host-memory", "1GB", "--optimizer", "Muon"],
+            "zero_opt.estimate() with the model takes other classes",
+        ),
         (["7B", "--device", "cpu", "--host-memory", "1GB", "--option", "momentum=1"], "unexpected keyword"),
     ],
 )
@@ -215,6 +230,6 @@ def test_mistakes(arguments: list[str], says: str, capsys: pytest.CaptureFixture
 def test_mistakes_in_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "7B", "--host-memory", "lots"])
-    assert "is not a number of bytes such as 80GB" in capsys.readouterr().err
+    assert "is not a number of bytes with its unit, such as 80GB" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         plan(float("nan"), machines())

@@ -318,7 +318,7 @@ def admit(mesh: MeshParams | None, params: Sequence[Tensor]) -> None:
         if mesh is not None and not is_dtensor(param) and not mesh.takes_plain:
             raise UnsupportedParam(
                 f"{label} is a plain tensor among DTensors, so no rank reduces its gradient; give it an optimizer of "
-                "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced()"
+                "its own, or reduce it yourself and pass reduction=zero_opt.AlreadyReduced() and foreach=False"
             )
         check_dtensor(param, label)
         if mesh is not None and mesh.by_muon and is_dtensor(param) and param.requires_grad:

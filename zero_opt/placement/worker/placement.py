@@ -272,8 +272,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             return StepPending(
                 "opt.state was written to while a step that changes it was pending, which may have undone that, wholly "
                 "or in part; with delay=1, call opt.flush() before writing to it. To go on, call it on every rank, "
-                "unless it is what raises this: it brings the step in. Then set the values, by copy_(), since mul_() or "
-                "add_() may find them changed already, or load a checkpoint"
+                "unless it is what raises this: it brings the step in. Then set the values, by copy_(), since mul_() "
+                "or add_() may find them changed already, or load a checkpoint"
             )
         return super().conflict()
 

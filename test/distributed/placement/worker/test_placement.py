@@ -354,7 +354,9 @@ def _edit_state_while_pending(rank: int, world_size: int) -> None:
         optimizer.state[params[0]]["exp_avg"].zero_()
     optimizer.zero_grad()
     backward(params, 3, rank)
-    with pytest.raises(zero_opt.StepPending, match=r"opt\.state was written to while a step .* set the values, by copy_\(\)"):
+    with pytest.raises(
+        zero_opt.StepPending, match=r"opt\.state was written to while a step .* set the values, by copy_\(\)"
+    ):
         optimizer.step()
     optimizer.flush()
     optimizer.state[params[0]]["exp_avg"].zero_()
