@@ -51,6 +51,9 @@ class Reduction:
             then a parameter's class is a subclass of its own. ``torch.compile`` compiles
             models anew (``torch.compiler.reset``), with the waits in them, which break graphs: ``fullgraph=True`` and
             ``torch.jit.script`` cannot be used.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     bucket_mb: float | None = None
@@ -70,7 +73,9 @@ class Reduction:
 class Overlapped(Reduction):
     """Reduce-scatter each gradient bucket once backward has filled it; gradients end up sharded (ZeRO-2).
 
-    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
+    the errors.
     """
 
 
@@ -78,7 +83,9 @@ class Overlapped(Reduction):
 class AtStep(Reduction):
     """Reduce-scatter whatever is in ``p.grad`` at ``step()``; until then it can be read and edited.
 
-    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
+    the errors.
     """
 
 
@@ -88,7 +95,9 @@ class DDPHook(Reduction):
 
     Register the hook too: ``ddp.register_comm_hook(opt, zero_opt.ddp_hook)``.
 
-    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``; see :class:`Reduction`.
+    Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
+    the errors.
     """
 
 
@@ -97,7 +106,13 @@ class AlreadyReduced:
     """``p.grad`` already holds the mean over ranks (DDP, or the user): take this rank's slice of it (ZeRO-1).
 
     Attributes:
-        exchange, overlap_param_gather: how updated parameters are gathered, as in :class:`Overlapped`.
+        exchange: how updated parameters are gathered: ``"auto"`` picks the fastest way, ``"backend"`` forces
+            torch.distributed.
+        overlap_param_gather: the model whose updated parameters may arrive after ``step()``, as in
+            :class:`Reduction`.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     exchange: str = "auto"
@@ -128,6 +143,9 @@ class Selective:
             is not in selected columns, when columns are selected: above 3/4 a window has half as many steps, below 1/2
             twice as many, from 1 to 16.
         warmup_steps: number of steps at the beginning that are made as without this policy.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     topk_ratio: float = 0.1
@@ -179,8 +197,9 @@ class WorkerOffload:
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
-        hang_timeout: seconds without any progress after which a worker is killed and replaced.
-        max_deaths: deaths without progress in between after which ``step()`` raises ``WorkerDied``.
+            ``None``: a share of those, on the rank's NUMA node.
+        hang_timeout: seconds, from 0.001, without any progress after which a worker is killed and replaced.
+        max_deaths: deaths, at least 1, without progress in between after which ``step()`` raises ``WorkerDied``.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
         speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
@@ -191,11 +210,16 @@ class WorkerOffload:
         prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (r - p)``, where the update
             that arrived last made it p, and the next would make it r if its gradient came again: about the value its
             gradient will be applied to. Masters, state and every checkpoint have the true values, and so have
-            parameters after ``flush()``. Of fp32 parameters, and of split masters, the arena holds one array more, in
-            the parameters' dtype. 1 is the value to use, 1.25 in runs of a few hundred steps; 0: parameters are those
-            of the last update. PipeDream (Harlap et al. 2018) keeps old parameters for late gradients; SpecTrain (Chen
-            et al. 2018) predicts by momentum, XPipe (Guan et al. 2019) by Adam's update; NAdam (Dozat 2016) takes the
-            gradient once more.
+            parameters after ``flush()``. Of fp32 parameters, and of split masters, the memory shared with the worker
+            holds one array more, in the parameters' dtype. 1 is the value to use, 1.25 in runs of a few hundred steps;
+            0: parameters are those of the last update. PipeDream (Harlap et al. 2018) keeps old parameters for late
+            gradients; SpecTrain (Chen et al. 2018) predicts by momentum, XPipe (Guan et al. 2019) by Adam's update;
+            NAdam (Dozat 2016) takes the gradient once more.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
+        ConfigConflict: ``speculate`` with ``delay=1``; ``warmup_steps`` or ``prediction`` without it, or with
+            ``selective``.
     """
 
     delay: int = 0
@@ -272,6 +296,9 @@ class NVMeOffload:
             (``OMP_NUM_THREADS=1``, which torchrun sets, is ignored).
         hang_timeout: seconds, from 0.001, that the disk may take for one window; more than 24.8 days count as 24.8.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     path: str | os.PathLike[str] = field(repr=False)
@@ -293,9 +320,10 @@ class NVMeOffload:
 class CPUOffload:
     """Keep moments and masters in host memory, and step them in this process.
 
-    Any class; Adam, AdamW, SGD, Adagrad, CPULion and this package's classes of those by the native kernel, with the
-    fused formula, unless a param group says ``fused=False`` or ``foreach=True``. bf16 and fp16 parameters have an fp32
-    master, unless it is split. Parameters on the CPU need no copy: fp32 ones are stepped in place.
+    Any class but LBFGS (over FSDP2, elementwise classes); Adam, AdamW, SGD, Adagrad, CPULion and this package's classes
+    of those by the native kernel, with the fused formula, unless a param group says ``fused=False`` or
+    ``foreach=True``. bf16 and fp16 parameters have an fp32 master, unless it is split. Parameters on the CPU need no
+    copy: fp32 ones are stepped in place.
 
     Attributes:
         pin_memory: page-lock what an accelerator's copies go through, so that they overlap with the step.
@@ -305,8 +333,12 @@ class CPUOffload:
             memory at a time. A larger parameter is a sub-group of its own.
         selective: which part of the state is stepped more often than the rest; see :class:`Selective`.
         threads: number of threads that step, at most 1024; torch's own operations use as many where the class steps by
-            itself.
-            ``None``: as for :class:`NVMeOffload`. Backward and all other operations keep torch's number.
+            itself. ``None``: the number of cores that this process may use, divided by the ranks that share them, but
+            at most what ``torch.set_num_threads`` was given, as in :class:`NVMeOffload`. Backward and all other
+            operations keep torch's number.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     pin_memory: bool = True
@@ -343,6 +375,10 @@ class MixedPrecision:
             leaves for another host, and added to what is there in fp32. Gradients that are sent in another dtype, and
             ranks of one host, go on as without it. Then the bits depend on which ranks share a host, and on
             ``bucket_mb``. Not over a backend's own collectives, as NCCL's. ``None``: nothing is rounded.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
+        ConfigConflict: ``between_hosts_dtype`` with a ``reduce_dtype`` other than fp32.
     """
 
     master_dtype: torch.dtype | str | None = None
@@ -389,7 +425,10 @@ class Checks:
         timeout: seconds, from 0.001, that a collective of this optimizer may take before it is an error; ``None`` is
             the process group's own timeout. More than 24.8 days, in either case, count as 24.8 days.
         hang_timeout: seconds after which a rank of this host that is stopped (``SIGSTOP``, a debugger) is an error for
-            those that wait for it.
+            those that wait for it; from 0.001.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     nonfinite: str = "ignore"
@@ -419,6 +458,9 @@ class AdamState:
             which has fp32 masters then. ``"float32"``, 4 bytes more: any such parameter, rounded to nearest even.
             ``"split"``, 2 bytes more, bf16 only: the parameter is the upper half of the master and a 16-bit remainder
             the lower, so nothing is lost; rounded to nearest, ties away from zero.
+
+    Raises:
+        ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
     """
 
     moments: str = "float32"

@@ -42,18 +42,26 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
     out, and :func:`load_sharded_state_dict` says so if a checkpoint needs them.
 
     Args:
+        optimizer: on every rank, the one to save or to load into.
         compact: save what :class:`AdamState` keeps as it is: codes, bases and remainders, 2.06 to 4 bytes per element
             where values in torch's form take 8 or 12. :func:`load_sharded_state_dict` alone reads that, at any world
-            size and into any form, and a run in the same form goes on to the bit. Load the model first: its bf16
+            size, into an optimizer of any form; but ``torch.distributed.checkpoint.load`` fills only a dict that was
+            made with the saved form. A run in the same form goes on to the bit. Load the model first: its bf16
             parameters are half of split masters, and others than were saved are a StateDictError (of DTensors that is
             not known). Parameters that are DTensors need the same on both sides, and 8-bit moments of those that are
             not cut between whole blocks of 64 elements are saved in torch's form.
 
+    Returns:
+        A dict with ``"state"``, by the number of the parameter, ``"param_groups"`` and ``"with_state"``; if compact,
+        also ``"orders"`` and ``"halves"``, texts for :func:`load_sharded_state_dict`.
+
     Raises:
+        ConfigTypeError: ``optimizer`` is no ShardedOptimizer, or ``compact`` no bool.
         StateDictError: on every rank, if state of one is not tensors, numbers or strings.
         StorageFailed, OutOfResources, OutOfMemory: on every rank, if one cannot read its state, open files,
             or hold its rows.
-        StepPending, StepFailed, OptimizerClosed: as for :meth:`ShardedOptimizer.consolidate_state_dict`.
+        StepPending, StepFailed, OptimizerClosed, PeerLost, PeerSilent: as for
+            :meth:`ShardedOptimizer.consolidate_state_dict`.
     """
     _check(optimizer)
     check_flag("compact", compact)
@@ -90,6 +98,7 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
     checked before anything is written, as by :meth:`ShardedOptimizer.load_state_dict`, whose hooks are called.
 
     Args:
+        optimizer: on every rank, the one to load into.
         state_dict: what :func:`sharded_state_dict` has returned, with values loaded into it; or a full state dict. It
             is not changed.
 

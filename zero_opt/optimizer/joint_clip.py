@@ -29,8 +29,8 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
     ``"skip"`` all of them skip their next step: the finite gradients are made NaN.
 
     Args:
-        optimizers: of the same ranks, with the same ``Checks(nonfinite=...)``. max_norm: the largest norm that is left
-            as it is. Other arguments, as torch's function has, are refused.
+        optimizers: of the same ranks, with the same ``Checks(nonfinite=...)``.
+        max_norm: the largest norm that is left as it is. Other arguments of torch's function are a ConfigTypeError.
 
     Returns:
         The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same bits on every rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..comm.rendezvous import hosts_of, require_still_alone
 from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsReplaced, ZeroOptError, mib, quoted
-from ..placement import Offload, ReadThrough, live_tensors
+from ..placement import Offload, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..reduction.autograd_hooks import untraced
@@ -28,7 +28,7 @@ from ..system.failures import on_failure
 from .arguments import adopt_errors, template_of
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
-from .dtensors.local_parts import local_of
+from .dtensors.local_parts import state_nbytes
 from .dtensors.mesh_params import MeshParams, mesh_of, steps_apart
 from .interface import Engine
 from .join import UnevenInputs
@@ -47,28 +47,26 @@ class ShardedOptimizer(UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-    (2020), sections 5.1 and 5.2. Parameters stay whole on every rank and are never re-pointed. At world size 1 it
-    behaves as the wrapped class does.
+    (2020), sections 5.1 and 5.2. Parameters stay whole and are never re-pointed. Alone, it acts as the wrapped class.
 
     Args:
-        params: parameters or param groups, in every form ``torch.optim`` takes.
-        optimizer_class: the class to wrap. Elementwise classes are cut anywhere; the others step whole parameters,
-            each on one rank (see :func:`register_elementwise`).
-        process_group: a ProcessGroup or a DeviceMesh; default is the default group, or world size 1 without one. A mesh
-            has one dimension, or two: between hosts, and inside each. Left out where parameters are DTensors (FSDP2):
-            their mesh says.
+        params: floating-point or complex parameters, or param groups, in every form ``torch.optim`` takes.
+        optimizer_class: to wrap. Elementwise classes are cut anywhere (see :func:`register_elementwise`); the others
+            step whole parameters, each on one rank.
+        process_group: a ProcessGroup or a DeviceMesh of one dimension, or two: between hosts, and inside each. Default:
+            the default group, or world size 1 without one. Left out for DTensors (FSDP2): their mesh says.
         reduction: :class:`Overlapped`, :class:`AtStep`, or, under DDP, :class:`AlreadyReduced` or :class:`DDPHook`.
         offload: ``None``: state lives with the parameters. :class:`CPUOffload`: in host memory, stepped by this
             process. :class:`WorkerOffload`: by one beside this. :class:`NVMeOffload`: in a file, a window at a time.
         precision: dtypes of the gradient path and of masters.
-        max_grad_norm: clip the global gradient norm to this at every step.
+        max_grad_norm: above 0: clip the global L2 norm of gradients to this at every step.
         checks: what to do about non-finite gradients, and bounds on waiting.
         **defaults: the wrapped class's own arguments.
 
-    All ranks of the group must construct it, with the same arguments in the same order, and call :meth:`step`,
-    :meth:`add_param_group`, :meth:`clip_grad_norm_`, :meth:`consolidate_state_dict` and :meth:`load_state_dict`
-    together. While a call of a method is under way, a signal handler and other threads may call :meth:`state_dict`
-    alone: of any other method that changes the optimizer, or is collective, they get StepDesync. Closures may call all.
+    All ranks of the group must construct it, with the same arguments in the same order, and make the calls that are
+    called collective together, :func:`sharded_state_dict` and :func:`load_sharded_state_dict` too. While a call of a
+    method is under way, a signal handler and other threads may call :meth:`state_dict` alone: of any other method that
+    changes the optimizer, or is collective, they get StepDesync. Closures may call all.
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict: bad arguments. NativeUnavailable: they need the extension.
@@ -187,6 +185,9 @@ class ShardedOptimizer(UnevenInputs):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in ``torch.optim``. Collective; what is planned already does not move.
 
+        Args:
+            param_group: a dict with ``"params"``, in no group so far, and options that differ from the defaults.
+
         Raises:
             RankMismatch: on every rank, when the groups differ. Others as the constructor: nothing was added then.
         """
@@ -246,7 +247,8 @@ class ShardedOptimizer(UnevenInputs):
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """On every rank: within it gradients stay local, full-size. A backward outside, before a step, reduces them."""
+        """On every rank: within it gradients stay local, full-size. A backward outside reduces them; without one,
+        :meth:`step` raises GradientsLocal, unless under ``AtStep``. After :meth:`close` it raises OptimizerClosed."""
         self._require_open()
         return self._engine.no_sync()
 
@@ -256,7 +258,7 @@ class ShardedOptimizer(UnevenInputs):
         """Clip the global L2 norm of the reduced gradients; call it between backward and :meth:`step`. Collective.
 
         Args:
-            max_norm: the largest norm that is left as it is. Other arguments, as torch's function has, are refused.
+            max_norm: the largest norm that is left as it is. Other arguments of torch's are a ConfigTypeError.
 
         Returns:
             The norm before clipping, a 0-dim tensor, fp32 or, if a parameter is fp64, fp64; the same on every rank.
@@ -284,7 +286,7 @@ class ShardedOptimizer(UnevenInputs):
         Raises:
             StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update. Or
                 state was; it has the update, and lacks the change. Not if the call before has raised it already.
-            RankMismatch: a parameter was changed on some ranks only; each rank has its own values then.
+            RankMismatch: a parameter was changed on some ranks only; each has its own values then. OptimizerClosed.
             WorkerDied, WorkerFailed, OutOfResources, StorageFailed, StepFailed, PeerLost, PeerSilent: as :meth:`step`.
         """
         self._require_open()
@@ -298,7 +300,10 @@ class ShardedOptimizer(UnevenInputs):
         Values and objects stay the same, in host memory, and can be saved. A step, clipping, a load and adding a param
         group raise StateOffloaded meanwhile. Not collective, but every rank must call it between the same steps.
         The memory goes back to torch's allocator; ``torch.accelerator.empty_cache()`` returns it to the device.
-        Raises OptimizerClosed, and PeerLost if a reader of the state does not end in time."""
+
+        Raises:
+            OptimizerClosed: it was closed. PeerLost: a reader of the state does not end in time.
+        """
         self._require_open()
         with self._engine.moving():
             self._engine.leave_device()
@@ -306,7 +311,7 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.reload_state()")
     def reload_state(self) -> None:
-        """Undo :meth:`offload_state`. Not collective, but every rank must call it between the same steps."""
+        """Undo :meth:`offload_state`: on every rank, between the same steps, with the same errors. Not collective."""
         self._require_open()
         with self._engine.moving():
             self._engine.come_back()
@@ -316,14 +321,18 @@ class ShardedOptimizer(UnevenInputs):
 
     @one_call("opt.consolidate_state_dict()", replans=True)
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the full optimizer state to rank ``to`` of the group, in host memory. Collective.
+        """Bring the full optimizer state to one rank, in host memory. Collective.
 
-        :meth:`state_dict` returns it there until the next step or load, and works without this call too.
+        :meth:`state_dict` returns it there until the next step or load; for plain parameters it works without this too.
+
+        Args:
+            to: the number of the rank in the group.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
             StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
-            StorageFailed: the state of a rank cannot be read. All of them on every rank. OptimizerClosed.
+            StorageFailed: the state of a rank cannot be read. All of them on every rank.
+            OptimizerClosed, StepPending, StepFailed, PeerLost, PeerSilent: as :meth:`flush`.
         """
         self._require_open()
         self._engine.consolidate(to)
@@ -334,7 +343,8 @@ class ShardedOptimizer(UnevenInputs):
 
         Not collective: any rank may call it alone between two steps, and so may several at once. Unless
         :meth:`consolidate_state_dict` has brought the current state here, the other ranks' parts are pulled while those
-        ranks go on. The other ranks may be anywhere up to the next step, or closed, or about to exit.
+        ranks go on: anywhere up to the next step, closed, or about to exit. Over DTensors (FSDP2), unless that call
+        came before, it returns DTensors with this rank's part, which no other rank can load.
 
         Raises:
             StateNotConsolidated: closed; or the process group has no messages between two ranks.
@@ -367,13 +377,15 @@ class ShardedOptimizer(UnevenInputs):
         end, and forgotten. The log says which parameters start afresh because the dict has no state for them.
 
         Args:
+            state_dict: of this class, the wrapped one or :func:`sharded_state_dict`; DTensors may have any cut.
             strict: whether state that does not fit its parameter is an error. Else that parameter starts afresh,
                 hyperparameters that are missing stay as they are, and the log says so.
 
         Raises:
             StateDictError: names what does not fit. RankMismatch: names what differs between ranks. StorageFailed: a
                 rank's file cannot be written to; if the disk has failed since that was checked, state is loaded in
-                part, so load it again. All of them on every rank.
+                part, so load it again. StateOffloaded: see :meth:`offload_state`. All of them on every rank.
+            OptimizerClosed, PeerLost, PeerSilent: as :meth:`flush`.
         """
         self._require_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -407,10 +419,10 @@ class ShardedOptimizer(UnevenInputs):
         """Return the bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.
 
         ``staging``, allocated once, is what buckets pass through to and from the other ranks, shared memory and windows
-        of a file included (``state`` is in the file then). None, and no shards, at world size 1. Not collective.
+        of a file included (``state`` is in the file then). A class that steps by itself has only state. Not collective.
         """
         held = self._engine.memory_report()
-        return {**held, "state": held["state"] + sum(_nbytes_of(*entry) for entry in self.state.items())}
+        return {**held, "state": held["state"] + sum(state_nbytes(*entry) for entry in self.state.items())}
 
     def stats(self) -> dict[str, float]:
         """Return what the last step took and moved on this rank, as a flat dict for a logger. Not collective.
@@ -419,8 +431,7 @@ class ShardedOptimizer(UnevenInputs):
         in ``clip_grad_norm_()`` and GradScaler's ``unscale_`` before it, by cause), ``hidden/`` (seconds that the
         exchange thread and the worker have worked meanwhile), ``worker/``, ``disk/`` (bytes, GB/s); besides
         ``sent_bytes``, ``grad_norm``, ``clip_factor``, ``steps`` and ``skipped_steps``. docs/observing.md lists them.
-        There are keys for what the optimizer has: none of a worker without one. Before the first step, and at world
-        size 1 where the wrapped class itself steps the parameters, there are counts alone.
+        Before the first step, and where the wrapped class itself steps the parameters, there are counts alone.
         """
         return self._engine.stats()
 
@@ -486,14 +497,3 @@ class ShardedOptimizer(UnevenInputs):
     def _require_open(self) -> None:
         if self._closed:
             raise OptimizerClosed("this ShardedOptimizer was closed; construct a new one")
-
-
-def _nbytes_of(param: Tensor, state: Mapping[str, Any]) -> int:
-    """Return the bytes that this rank has of a parameter's state; none of one that lies wholly on other ranks."""
-    if isinstance(state, ReadThrough):
-        return state.nbytes
-    tensors = [local_of(value) for value in state.values() if isinstance(value, Tensor)]
-    of_elements = {tensor.shape for tensor in tensors if tensor.dim()}
-    if of_elements == {torch.Size([0])} != {param.shape}:
-        return 0  # its few scalars are shared with other such parameters
-    return sum(tensor.nbytes for tensor in tensors)

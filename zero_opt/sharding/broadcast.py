@@ -27,7 +27,8 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
     if a rank is lost, and as they were otherwise.
 
     Args:
-        model: of the same structure on every rank. src: the rank of the group whose values all get.
+        model: of the same structure on every rank.
+        src: the rank of the group whose values all get.
         process_group: a ProcessGroup or a DeviceMesh, as for ``ShardedOptimizer``; default is the default group. A rank
             alone, and one without a group, keeps what it has.
 
@@ -38,7 +39,8 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
         ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. RankMismatch: on every rank, models
             differ in names, their order, shapes, dtypes or kinds of device. UnsupportedParam: on every rank, a tensor
             has no elements of its own to overwrite (a DTensor, a sparse, quantized, expanded or lazy one). PeerLost,
-            PeerSilent: a rank has left, or does not come in time. Others as for ``ShardedOptimizer``.
+            PeerSilent: a rank has left, or does not come in time. ProcessGroupError: several ranks were started and
+            there is no process group, or ranks cannot connect. OutOfResources: no file descriptors are left.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")

@@ -25,6 +25,12 @@ def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
     looks at other elements (norms, factored or matrix moments) must not be registered: it would silently be wrong.
     Every rank calls it, before it constructs an optimizer of the class.
 
+    Args:
+        cls: the optimizer class. Subclasses of it are not registered with it.
+
+    Returns:
+        The class itself.
+
     Raises:
         ConfigTypeError: not an optimizer class.
     """

@@ -61,6 +61,9 @@ class Estimate:
     def on_rank(self, rank: int) -> Estimate:
         """The estimate for another rank.
 
+        Args:
+            rank: its number, from 0.
+
         Raises:
             ConfigError, ConfigTypeError: there is no such rank.
         """
@@ -71,6 +74,9 @@ class Estimate:
         """Return the estimate for hosts that have ``ranks`` ranks each.
 
         Ranks share their host's cores and, if all are on one host, memory to exchange through.
+
+        Args:
+            ranks: the number of ranks on each host; of more than there are, all share one host.
 
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
@@ -83,8 +89,11 @@ class Estimate:
 
         Collectives of accelerators then go in two stages.
 
+        Args:
+            ranks: the number of ranks on each host, which divides ``world_size``.
+
         Raises:
-            ConfigError, ConfigTypeError: there is no such mesh.
+            ConfigError, ConfigTypeError: ``ranks`` is not a positive integer, or does not divide ``world_size``.
         """
         there = self.on_hosts_of(ranks)
         if self.world_size % ranks:
@@ -160,21 +169,22 @@ def estimate(
 ) -> Estimate:
     """Bytes per rank that ``ShardedOptimizer`` and what it works on will hold, by kind and place.
 
-    Parameters are planned as the optimizer plans them, so padding is in it; state is what the class makes when tried
-    on stand-ins. Nothing of the size of a model is allocated, and no process group is needed. The estimate assumes that
-    accelerators use their own collectives, and that up to 8 ranks share a host; see
-    :meth:`Estimate.on_hosts_of`, and :meth:`Estimate.on_mesh_of`.
+    Parameters are planned as the optimizer plans them, with padding; state is what the class makes of stand-ins.
+    Nothing as large as a model is allocated, and no process group is needed. Accelerators are taken to use their own
+    collectives, and up to 8 ranks to share a host; see :meth:`Estimate.on_hosts_of` and :meth:`Estimate.on_mesh_of`.
 
     Args:
         model_or_numel: a module, parameters or param groups, which may be on the meta device; or a number of elements,
-            taken to be in parameters of the size of a bucket, for an elementwise class.
+            in parameters as large as a bucket, of an elementwise class. For DTensors pass one rank's number, and 1.
         world_size: number of ranks.
         optimizer_class, reduction, offload, precision: as for ``ShardedOptimizer``.
-        param_dtype: what floating-point parameters will be cast to; ``None``: they stay, and a number is of torch's
-            default dtype.
+        param_dtype: of floating-point parameters, once cast; ``None``: they stay, a number has torch's default dtype.
         device: where parameters will be; ``None``: they stay, and a number, or those on the meta device, will be on
             this machine's accelerator if it has one, else on the CPU.
-        **defaults: as for ``ShardedOptimizer``.
+        **defaults: as for ``ShardedOptimizer``, with ``state=`` of CPUAdam and CPUAdamW.
+
+    Returns:
+        The bytes of the rank that needs most; :meth:`Estimate.on_rank` has another one's.
 
     Raises:
         ConfigError, ConfigTypeError, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: as ``ShardedOptimizer``

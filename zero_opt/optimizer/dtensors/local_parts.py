@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import StateDictError, UnsupportedParam
 from ...kernels.strides import contiguous_strides
+from ...placement import ReadThrough
 from ...sharding.flat_param import is_dtensor
 
 
@@ -74,6 +75,17 @@ def local_of(value: Tensor) -> Tensor:
         return value
     part: Tensor = value._local_tensor  # type: ignore[attr-defined]  # to_local() makes a view, which takes long
     return part
+
+
+def state_nbytes(param: Tensor, state: Mapping[str, Any]) -> int:
+    """Return the bytes that this rank has of a parameter's state; none of one that lies wholly on other ranks."""
+    if isinstance(state, ReadThrough):
+        return state.nbytes
+    tensors = [local_of(value) for value in state.values() if isinstance(value, Tensor)]
+    of_elements = {tensor.shape for tensor in tensors if tensor.dim()}
+    if of_elements == {torch.Size([0])} != {param.shape}:
+        return 0  # its few scalars are shared with other such parameters
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def is_cut_alike(grad: Any, param: Any) -> bool:
