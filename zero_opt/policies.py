@@ -74,8 +74,8 @@ class Overlapped(Reduction):
     """Reduce-scatter each gradient bucket once backward has filled it; gradients end up sharded (ZeRO-2).
 
     Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
-    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
-    the errors.
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. They, and errors, are those of
+    :class:`~zero_opt.policies.Reduction`.
     """
 
 
@@ -84,8 +84,8 @@ class AtStep(Reduction):
     """Reduce-scatter whatever is in ``p.grad`` at ``step()``; until then it can be read and edited.
 
     Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
-    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
-    the errors.
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. They, and errors, are those of
+    :class:`~zero_opt.policies.Reduction`.
     """
 
 
@@ -96,8 +96,8 @@ class DDPHook(Reduction):
     Register the hook too: ``ddp.register_comm_hook(opt, zero_opt.ddp_hook)``.
 
     Attributes: ``bucket_mb``, ``exchange``, ``overlap_param_gather``: the size of a bucket in MiB, ``"auto"`` or
-    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. :class:`Reduction` has more, and
-    the errors.
+    ``"backend"``, and the model whose updated parameters may arrive after ``step()``. They, and errors, are those of
+    :class:`~zero_opt.policies.Reduction`.
     """
 
 
@@ -109,7 +109,7 @@ class AlreadyReduced:
         exchange: how updated parameters are gathered: ``"auto"`` picks the fastest way, ``"backend"`` forces
             torch.distributed.
         overlap_param_gather: the model whose updated parameters may arrive after ``step()``, as in
-            :class:`Reduction`.
+            :class:`~zero_opt.policies.Reduction`.
 
     Raises:
         ConfigError, ConfigTypeError: a field has a value, or a type, that cannot work.
