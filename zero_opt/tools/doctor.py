@@ -41,7 +41,8 @@ class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        status: ``ok``; ``off``: not available here, and the rest works without it; ``BAD``: nothing works.
+        status: ``ok``; ``off``: not available here, and the rest works without it; ``BAD``: the package, or what was
+            asked for, does not work.
         found: what there is. advice: what follows from it, and what to do; empty where all is well.
     """
 
