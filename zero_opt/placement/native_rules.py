@@ -23,7 +23,7 @@ ADAM_CLASSES = tuple(cls for cls, update in UPDATES.items() if update is ADAM)
 # State of parameters that are stepped by columns, which a plain optimizer has no use for.
 COLUMN_KEYS = COLUMN_STEPS, COLUMN_SELECTED, WAITING, WINDOW = "column_steps", "column_selected", "waiting", "window"
 _OTHERWISE = "with offload=None any class and option is stepped by the class itself"
-_IN_PROCESS = f"CPUOffload() takes any class, and {_OTHERWISE}"
+_IN_PROCESS = f"{_OTHERWISE}, and CPUOffload() takes any class"
 
 
 def check_groups(

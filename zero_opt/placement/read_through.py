@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..system.inference_mode import version_of
+from ..system.inference_mode import outside_inference_mode, version_of
 from ..system.same_objects import addresses
 
 
@@ -45,7 +45,8 @@ class ReadThrough(MutableMapping[str, Any]):
         if key in self._dropped:
             raise KeyError(key)
         if key not in self._values:
-            value = self._saved[key]
+            with outside_inference_mode():  # users may write to it later
+                value = self._saved[key]
             self._values[key] = value
             self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value]))
         return self._values[key]
@@ -81,6 +82,11 @@ class ReadThrough(MutableMapping[str, Any]):
     def held(self) -> list[Tensor]:
         """Return the tensors that this state has given out."""
         return [value for value in self._values.values() if isinstance(value, Tensor)]
+
+    def given(self) -> dict[str, Any]:
+        """Return the values that users have put in."""
+        made = self._made
+        return {key: value for key, value in self._values.items() if key not in made or made[key][0] is not value}
 
     def unread(self) -> bool:
         """Whether nobody has asked for a value, put one in or dropped one since :meth:`forget`."""

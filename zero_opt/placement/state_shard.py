@@ -210,8 +210,6 @@ class StateShard(MasterShard):
             self.shaped(self.master(position), position).copy_(saved["master"])
         else:
             self.take_param(position)
-        if position in self._views:
-            self._renew_view(position, self._shown(position))
         self._end_load(position, saved)
 
     def _keeps_master(self, saved: Mapping[str, Any]) -> bool:
@@ -228,7 +226,19 @@ class StateShard(MasterShard):
             self.stepped.add(position)
         else:
             self.stepped.discard(position)
+        self._show_loaded(position)
         self.follow(position)
+
+    def _show_loaded(self, position: int) -> None:
+        """Let what the user holds show what was loaded, and nothing that the user has made or written."""
+        shown, _ = self._views.get(position, (None, None))
+        if isinstance(shown, ReadThrough):
+            shown.forget()
+        elif shown is not None:
+            own = self._shown(position)
+            shown.clear()
+            shown.update(own)
+            self._note_view(position, shown, own)
 
     def next_step(self, position: int, number: float) -> float:
         """Return the number of a slice's next step, in fp32, where counting ends at 2^24, as torch's does.

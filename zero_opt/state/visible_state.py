@@ -57,7 +57,7 @@ class VisibleState:
         self._adopting = NoReentry("while this thread was looking at opt.state")
         self._adopted = SameObjects()  # all of the owner's state when a look at it found no edit
         self._memory = SameMemory()  # where the placement's array views lay at that look
-        self._unedited = False  # since stand-ins were stepped last, as far as adopt_edits() has seen
+        self._unedited: bool | None = None  # since stand-ins were stepped last; None if nobody has looked
 
     def add(self, added: Mapping[int, Kind]) -> None:
         """Take in planned parameters, by global index; those without a slice on this rank get stand-ins."""
@@ -94,8 +94,8 @@ class VisibleState:
         for index in self._edited_while_pending():
             self._put_back(index)
         while len(self._due) > self._placement.pending:
-            self._stand_ins.step(self._due.pop(0), edited=not self._unedited)
-        self._unedited = False
+            self._stand_ins.step(self._due.pop(0), edited=self._unedited is not True)
+        self._unedited = None
         self._show_live()
         if not self._adopted.are(self._held()):  # else the user could bring back what a step has replaced
             self._adopted.forget()
@@ -205,8 +205,9 @@ class VisibleState:
     def _adopt_slices(self) -> None:
         held = self._held()
         if held and self._adopted.are(held) and self._memory.holds():
-            self._unedited = True
+            self._unedited = self._unedited is not False
             return
+        self._unedited = False
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()
         self._adopted.forget()
@@ -244,10 +245,10 @@ class VisibleState:
         elif not isinstance(entry, MutableMapping):
             label = self._partition.flats[piece.param].label
             raise StateDictError(f"opt.state of {label} is {quoted(entry)}, which is no dict; take it out")
-        if entry and piece.param in self._cut and not isinstance(entry, ReadThrough):
-            flat = self._partition.flats[piece.param]
+        if entry and piece.param in self._cut:
+            flat, given = self._partition.flats[piece.param], entry.given() if isinstance(entry, ReadThrough) else entry
             shape = flat.shape
-            full = {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape == shape}
+            full = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.shape == shape}
             entry.update(cut(full, piece, flat))
         replaced = self._placement.adopt_state(piece.param, entry)
         if replaced or entry is None:

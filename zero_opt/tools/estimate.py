@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.groups import checked_rank
-from ..errors import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
+from ..errors import ConfigError, ConfigTypeError, UnsupportedOptimizer, quoted
 from ..field_checks import check_choice, check_dtype, check_integer, plain_number
 from ..layout import ALIGN
 from ..optimizer.arguments import adopt_errors, template_of
@@ -22,7 +22,7 @@ from ..policies import AdamState, Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy, bucket_mb_of
 from ..sharding.param_groups import hypers_of, normalized, params_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure
-from ..system.devices import HOST, is_host, is_meta
+from ..system.devices import HOST, is_meta
 from .dry_run import sketch_of
 from .memory_rows import Row, Sizing, steps_alone
 
@@ -201,7 +201,6 @@ def estimate(
         else:
             groups = target.groups(model_or_numel)
         sizing = _sizing(groups, target, world_size, config)
-    _check_rounding(sizing)
     rank = sizing.fullest_rank()
     return Estimate(_title(sizing), rank, world_size, sizing.ranks_per_host, sizing.rows(rank), sizing)
 
@@ -226,16 +225,6 @@ def _sizing(groups: list[dict[str, Any]], target: _Target, world_size: int, conf
     config.placement.check(placed, names.__getitem__)
     trainable = [index for index, sketch in sketches.items() if sketch.requires_grad]
     return Sizing(sketches, trainable, hypers, world_size, min(MOST_RANKS_PER_HOST, world_size), config)
-
-
-def _check_rounding(sizing: Sizing) -> None:
-    """Raise ConfigConflict where gradients cannot be rounded between hosts."""
-    on_accelerator = any(not is_host(sketch.device) for sketch in sizing.sketches.values())
-    if sizing.config.precision.between_hosts_dtype is not None and on_accelerator:
-        raise ConfigConflict(
-            "MixedPrecision.between_hosts_dtype is for parameters on the CPU: the collectives of an accelerator add up "
-            "gradients as they are sent. Leave it None, or use reduce_dtype"
-        )
 
 
 def _title(sizing: Sizing) -> str:

@@ -15,7 +15,7 @@ import zero_opt
 from test.support.harness import run_processes
 
 MATRICES, WIDTH = 32, 1024  # of 4 MiB each
-STEPS = 60
+STEPS = 40
 
 
 def _new_pages(rank: int, world_size: int, reduction: str) -> int:

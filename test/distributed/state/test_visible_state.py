@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
+import pytest
 import torch
 
 import zero_opt
@@ -52,3 +53,44 @@ def _read_beside_the_first_step(rank: int, world_size: int) -> list[torch.Tensor
 def test_entries_that_are_yet_to_be_shown_are_not_taken_for_dropped_ones() -> None:
     first, second = run_processes(2, _read_beside_the_first_step)
     assert all(map(torch.equal, first, second))
+
+
+def _full_shape_value(rank: int, world_size: int, moments: Any) -> torch.Tensor:
+    param = torch.nn.Parameter(torch.ones(33, 65))
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, state=zero_opt.AdamState(moments))
+    full = torch.linspace(0.0, 1.0, param.numel()).to(torch.bfloat16).float().reshape(param.shape)
+    for step in range(2):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        if step == 0:
+            optimizer.state[param]["exp_avg"] = full
+    optimizer.consolidate_state_dict(to=0)
+    return (optimizer.state_dict()["state"][0]["exp_avg"] / 0.9 - full).abs().max() if rank == 0 else torch.zeros(())
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_a_value_in_full_shape_is_cut(moments: str) -> None:
+    """Of bf16 the largest relative rounding is 2^-8, once for the product, of values up to 1."""
+    first, _ = run_processes(2, _full_shape_value, moments)
+    assert first <= (2**-8 if moments == "bfloat16" else 1e-6)
+
+
+def _step_counts(rank: int, world_size: int, looks: int) -> list[float]:
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(4)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=zero_opt.AtStep())
+    for step in range(4):
+        for param in params:
+            param.grad = torch.ones(64)
+        optimizer.step()
+        for param in params[1:3] if step == 1 else ():
+            moments = {key: torch.ones(64) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": torch.tensor(6.0), **moments}
+        for _ in range(looks if step == 1 else 0):
+            optimizer.state_dict()
+        optimizer.zero_grad()
+    return [float(optimizer.state[param]["step"]) for param in params]
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_a_look_at_edited_entries_does_not_hide_the_edit(looks: int) -> None:
+    assert run_processes(2, _step_counts, looks) == [[4.0, 8.0, 8.0, 4.0]] * 2

@@ -299,13 +299,6 @@ def test_what_leaves_an_accelerator(ratio: float, dtype: torch.dtype, master: st
     assert (staying > 0) == (ratio < 1)
 
 
-def test_gradients_of_an_accelerator_are_not_rounded_between_hosts() -> None:
-    precision = zero_opt.MixedPrecision(between_hosts_dtype=torch.bfloat16)
-    with pytest.raises(zero_opt.ConfigConflict, match="for parameters on the CPU"):
-        estimate(1e6, 16, precision=precision, device="cuda")
-    assert estimate(1e6, 16, precision=precision, device="cpu").device_bytes > 0
-
-
 def compare_units(found: Estimate, units: Sequence[Unit], dtype: torch.dtype, *, split: bool) -> int:
     """See that the units' tensors are what was estimated; the elements that stay on the device."""
     told = {(row.name, row.where): row.nbytes for row in found.rows}

@@ -14,7 +14,7 @@ from ...placement import ParamState, ReadThrough
 from ...reduction.autograd_hooks import ArrivalHooks
 from ...reduction.consumed_grad import ConsumedGrad
 from ...sharding.flat_param import is_dtensor, place_of
-from ...system.inference_mode import version_of
+from ...system.inference_mode import outside_inference_mode, version_of
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
 
 
@@ -121,7 +121,8 @@ class DTensorValues(ReadThrough):
     def __getitem__(self, key: str) -> Any:
         value = self.live[key]
         if key not in self._pairs or self._pairs[key][0] is not value:
-            shown = value_of_param(value, self._param, self._plain)
+            with outside_inference_mode():
+                shown = value_of_param(value, self._param, self._plain)
             self._pairs[key] = value, shown, version_of(shown) if isinstance(shown, Tensor) else 0
         return self._pairs[key][1]
 

@@ -116,7 +116,7 @@ class Unit(MasterShard):
             states: the stored ones, by what is stepped.
         """
         stepped = self.stepped[position]
-        return PlainForm(lambda: states[stepped], lambda: self._upper_half(position))
+        return PlainForm(lambda: states.get(stepped, {}), lambda: self._upper_half(position))
 
     def compact_state(self, position: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The stored state of a compact form out of a saved one; without a master, what is stepped is it."""
