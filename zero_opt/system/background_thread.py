@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -105,7 +104,6 @@ class SerialThread:
     submitted.
 
     Attributes:
-        close: lets the thread end once it has run what is queued; does not wait for it.
         busy: how long it has run calls.
     """
 
@@ -114,8 +112,18 @@ class SerialThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name, self._interrupt, self.busy = name, interrupt, BusySeconds()
-        self.close = weakref.finalize(self, self._jobs.put, None)
-        self.close.atexit = False
+        self._closed = False
+
+    def close(self) -> None:
+        """Let the thread end once it has run what is queued; does not wait for it."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+
+    # Not weakref.finalize: interpreter exit goes through all of those, and fails if another thread adds or drops one.
+    def __del__(self) -> None:
+        if not _over.is_set():
+            self.close()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queue ``call(*arguments)``; its result or exception arrives in the future.
@@ -158,12 +166,12 @@ class SerialThread:
     @property
     def accepts_calls(self) -> bool:
         """Whether calls that are submitted will run: the thread runs, and has not been told to end."""
-        return self.runs and self.close.alive and not _over.is_set()
+        return self.runs and not self._closed and not _over.is_set()
 
     @property
     def ended(self) -> bool:
         """Whether calls would not be run: interpreter exit has begun, or this is a fork, or it was closed."""
-        return _over.is_set() or not self.close.alive or (self._thread is not None and not self._thread.is_alive())
+        return _over.is_set() or self._closed or (self._thread is not None and not self._thread.is_alive())
 
     @property
     def is_current(self) -> bool:

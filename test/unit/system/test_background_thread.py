@@ -144,3 +144,13 @@ def test_a_thread_that_has_returned_and_still_frees_what_it_held_is_waited_for()
     )
     ended = subprocess.run([sys.executable, "-c", script], check=True, timeout=300, capture_output=True, text=True)
     assert ended.stdout == "freed\nfinalized\n"
+
+
+def test_other_threads_meet_no_finalizers_that_interpreter_exit_goes_through() -> None:
+    """It fails if another thread adds or drops one meanwhile."""
+    before = list(weakref.finalize._registry)  # type: ignore[attr-defined]
+    thread = SerialThread("zero_opt test")
+    thread.submit(int).result()
+    assert list(weakref.finalize._registry) == before  # type: ignore[attr-defined]
+    thread.close()
+    assert thread.ended
