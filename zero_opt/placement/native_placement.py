@@ -148,7 +148,6 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         if not in_place:
             shard.forget_views(position)
         shard.load(position, saved)
-        shard.forget_values([position])
         self._written()
         return not in_place
 

@@ -173,7 +173,7 @@ def plan(
         UnsupportedOptimizer: the class is none of ``PLANNED``.
     """
     check_numel(numel)
-    if chosen := defaults.keys() & {"fused", "foreach"}:
+    if chosen := sorted(defaults.keys() & {"fused", "foreach"}):
         raise ConfigConflict(f"plan compares offloads, which step as fused=True does; leave out {', '.join(chosen)}")
     found = list(_choices(numel, machines, _forms(optimizer_class, defaults)))
     order = {id(choice): turn for turn, (_, choice) in enumerate(sorted(found, key=_preference))}
