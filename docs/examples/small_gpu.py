@@ -59,13 +59,13 @@ def first_that_fits(arguments: argparse.Namespace, device: str) -> tuple[str, Of
         "NVMeOffload": NVMeOffload(arguments.directory),
     }
     model = make_model(arguments, "meta")
-    print(f"{'GB':<24}{'device':>8}{'host':>8}{'file':>8}")
+    print(f"{'MB':<24}{'device':>10}{'host':>10}{'file':>10}")
     for name, offload in ways.items():
         held = zero_opt.estimate(
             model, 1, torch.optim.AdamW, offload=offload, precision=MASTERS, device=device, fused=True
         )
         places = (held.device_bytes, held.host_bytes, held.nvme_bytes)
-        print(f"{name:<24}" + "".join(f"{nbytes / GB:8.3f}" for nbytes in places))
+        print(f"{name:<24}" + "".join(f"{nbytes / 1e6:10,.1f}" for nbytes in places))
         if places[0] <= arguments.device_memory * GB and places[1] <= arguments.host_memory * GB:
             return name, offload
     raise SystemExit("nothing fits: take a smaller model, or shard its parameters over several GPUs with FSDP2")
@@ -99,7 +99,7 @@ def main(given: Sequence[str] | None = None) -> int:
         there = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(arguments.device_memory * GB / there, 1.0))
         train(arguments, offload, device)
-        print(f"at most {torch.cuda.max_memory_allocated() / GB:.3f} GB of the GPU were in use")
+        print(f"at most {torch.cuda.max_memory_allocated() / 1e6:,.1f} MB of the GPU were in use")
     same = all(map(torch.equal, train(arguments, offload, "cpu"), train(arguments, None, "cpu")))
     print("same bits as with state beside the parameters" if same else "OTHER BITS")
     return 0 if same else 1
