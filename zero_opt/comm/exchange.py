@@ -256,13 +256,25 @@ class SliceSums(NamedTuple):
     squares: Tensor
 
 
+class Flow(NamedTuple):
+    """How buckets travel by messages.
+
+    Attributes:
+        piece_bytes: a bucket of more is cut into pieces, unless ranks are too many for messages of that size.
+        lanes: so many pieces, or buckets of one piece, are under way at a time.
+    """
+
+    piece_bytes: int = 6 << 20
+    lanes: int = 8
+
+
 class BucketReduction(NamedTuple):
     """One bucket's gradients on this rank, and where this rank's shard of their mean over the ranks goes.
 
     Attributes:
         runs: on an accelerator the whole bucket in one run. out: is overwritten, or added to where the runs say so.
             Elements that no run covers mean nothing. sums: ascending; none unless :attr:`Exchange.adds_up` has the
-            dtype. lane: of its first piece; see comm/pieces.
+            dtype. lane: of its first piece; see comm/pieces. flow: that of all buckets.
     """
 
     ident: Ident
@@ -271,6 +283,7 @@ class BucketReduction(NamedTuple):
     out: Tensor
     sums: Sequence[SliceSums] = ()
     lane: int = 0
+    flow: Flow = Flow()
 
 
 class Exchange(ABC):

@@ -138,7 +138,7 @@ class HierarchicalExchange(Exchange):
         return (yield from in_pieces(reduction, self._messages.rank, self._reduce_piece))
 
     def _reduce_piece(self, reduction: BucketReduction) -> CallStages[bool]:
-        ident, runs, bounds, out, _, lane = reduction
+        ident, runs, bounds, out, _, lane, _ = reduction
         headed, numels = self._messages.headed, [bounds[rank + 1] - bounds[rank] for rank in self._counterparts]
         others = self._order[:-1]
         sent_as = self._messages.sent_as(out.dtype, self._counterparts[others[0]])

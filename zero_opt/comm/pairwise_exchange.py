@@ -199,7 +199,7 @@ class PairwiseExchange(Exchange):
         return in_pieces(reduction, self.rank, self._reduce_piece)
 
     def _reduce_piece(self, reduction: BucketReduction) -> CallStages[bool]:
-        ident, runs, bounds, out, _, lane = reduction
+        ident, runs, bounds, out, _, lane, _ = reduction
         own = Span(bounds[self.rank], bounds[self.rank + 1])
         dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}
         shards, works, complete = self._room_for(own, self._peers, out, lane), list[Any](), True

@@ -13,10 +13,13 @@ import torch
 
 from ..layout import ALIGN, Span
 from ..system.stages import CallStages, Lane, Pieces
-from .exchange import BucketReduction, Run, run_spans_within
+from .exchange import BucketReduction, Flow, Run, run_spans_within
 
-# So many pieces are under way at a time, of so many bytes at most, unless ranks are too many for messages of that size.
-LANES, PIECE_BYTES = 8, 6 << 20
+# Pieces have as many bytes as buckets are planned to have, within these bounds. A piece costs up to a millisecond of
+# processor time besides its bytes; small ones leave earlier, and more of them are under way.
+_SMALLEST, _LARGEST = Flow().piece_bytes, 25 << 20
+# Bytes that may be under way at a time.
+_UNDER_WAY = Flow().piece_bytes * Flow().lanes
 _LEAST_MESSAGE_BYTES = 64 << 10
 # So many buckets that are in pieces are under way at a time, in lanes that have what staging is not cut.
 LARGE_LANES = 2
@@ -26,28 +29,34 @@ REDUCTION = "reduction"
 _MOST_PIECES = 1 << 20
 
 
-def _cut(bounds: Sequence[int], itemsize: int) -> tuple[int, int]:
+def flow_of(bucket_mb: float) -> Flow:
+    """Return how buckets travel that are planned to have so many MiB each."""
+    piece_bytes = int(min(max(bucket_mb * 2**20, _SMALLEST), _LARGEST))
+    return Flow(piece_bytes, max(_UNDER_WAY // piece_bytes, LARGE_LANES))
+
+
+def _cut(bounds: Sequence[int], itemsize: int, flow: Flow) -> tuple[int, int]:
     """Return in how many pieces a bucket is reduced, and how many elements of each rank's shard one has at the most."""
     largest = max([stop - start for start, stop in pairwise(bounds)])
-    most = max(PIECE_BYTES // (len(bounds) - 1), _LEAST_MESSAGE_BYTES) // itemsize
+    most = max(flow.piece_bytes // (len(bounds) - 1), _LEAST_MESSAGE_BYTES) // itemsize
     if largest <= most:
         return 1, largest
     numel = -(-largest // (-(-largest // most) * ALIGN)) * ALIGN  # pieces of about the same size
     return -(-largest // numel), numel
 
 
-def count_pieces(bounds: Sequence[int], itemsize: int) -> int:
+def count_pieces(bounds: Sequence[int], itemsize: int, flow: Flow) -> int:
     """Return in how many pieces a bucket is reduced."""
-    return _cut(bounds, itemsize)[0]
+    return _cut(bounds, itemsize, flow)[0]
 
 
-def lane_of(bucket: int, first_piece: int, pieces: int) -> int:
+def lane_of(bucket: int, first_piece: int, pieces: int, flow: Flow) -> int:
     """Return the lane of a bucket's reductions.
 
     Args:
         bucket: its index. first_piece: how many pieces the buckets before it have. pieces: how many it has.
     """
-    return first_piece % LANES if pieces == 1 else LANES + bucket % LARGE_LANES
+    return first_piece % flow.lanes if pieces == 1 else flow.lanes + bucket % LARGE_LANES
 
 
 def in_pieces(
@@ -68,10 +77,10 @@ def in_pieces(
 
 def _pieces_of(reduction: BucketReduction, rank: int) -> Iterator[BucketReduction]:
     """Cut a bucket, which has no sums; pieces have idents and lanes of their own."""
-    ident, runs, bounds, out, _, lane = reduction
-    (count, numel), own = _cut(bounds, out.element_size()), bounds[rank + 1] - bounds[rank]
+    ident, runs, bounds, out, _, lane, flow = reduction
+    (count, numel), own = _cut(bounds, out.element_size(), flow), bounds[rank + 1] - bounds[rank]
     for number in range(count):
-        name, turn = ident._replace(sequence=ident.sequence * _MOST_PIECES + number), (lane + number) % LANES
+        name, turn = ident._replace(sequence=ident.sequence * _MOST_PIECES + number), (lane + number) % flow.lanes
         if count == 1:
             yield reduction._replace(ident=name, lane=turn)
             return

@@ -55,7 +55,7 @@ class HostExchange(Exchange):
         return self._sent_nbytes + self._fallback.sent_nbytes
 
     def reduce_runs(self, reduction: BucketReduction) -> bool:
-        ident, runs, bounds, out, sums, _ = reduction
+        ident, runs, bounds, out, sums, *_ = reduction
         if out.dtype not in NATIVE_DTYPES:
             return self._shared.meet(ident) and self._fallback.reduce_runs(reduction)
         self._note_reduction(bounds, self._fallback.rank, out.element_size())

@@ -27,6 +27,7 @@ from ..comm.exchange import (
     MEAN,
     BucketReduction,
     Exchange,
+    Flow,
     Ident,
     ParamRuns,
     Run,
@@ -125,6 +126,7 @@ class GradBucket:
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype | None = None,
         streams: Streams | None = None,
+        flow: Flow = Flow(),  # noqa: B008  (immutable)
     ) -> None:
         self.layout, self.params, self.rank = layout, params, rank
         self.slices = layout.slices(rank)
@@ -135,7 +137,8 @@ class GradBucket:
         self.dtype = reduce_dtype or params[0].param.dtype
         self.shard_dtype = accumulate_dtype or self.dtype
         self.shard_numel = layout.shard(rank).numel
-        self.pieces, self.first_piece = count_pieces(layout.bounds, self.dtype.itemsize), 0
+        self.pieces, self.first_piece = count_pieces(layout.bounds, self.dtype.itemsize, flow), 0
+        self._flow = flow
         self._shards: list[Tensor] = []
         self._at, self._lent, self._arena_count = 0, False, 0
         self._away: list[Tensor] = []
@@ -316,7 +319,7 @@ class GradBucket:
         """Return the lane of this bucket's reductions; see :meth:`Exchange.has_lanes`."""
         if not exchange.has_lanes(self.dtype):
             return None
-        return lane_of(self.layout.index, self.first_piece, self.pieces)
+        return lane_of(self.layout.index, self.first_piece, self.pieces, self._flow)
 
     def reduce(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
@@ -368,15 +371,16 @@ class GradBucket:
         pool: StagingPool,
     ) -> CallStages[bool]:
         shard, lane, bounds = self.writable(keep=any(accumulate)), self.lane(exchange) or 0, self.layout.bounds
-        first = self.first_piece
+        first, flow = self.first_piece, self._flow
         # What is staged is one run, whose mean is added as a whole or not at all.
         partly = staged is not None and any(accumulate) and not all(accumulate)
         if self.shard_dtype is self.dtype and not partly:
             runs, sums = self._runs(grads, staged, accumulate, pool, lane), self._sums(exchange)
-            return (yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, shard, sums, first)))
+            reduction = BucketReduction(ident, runs, bounds, shard, sums, first, flow)
+            return (yield from exchange.reduce_in_stages(reduction))
         mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
         runs = self._runs(grads, staged, [False] * len(accumulate), pool, lane)
-        complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, lane=first))
+        complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, (), first, flow))
         if complete:
             self._add(mean, accumulate)
         return complete

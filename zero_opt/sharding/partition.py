@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.groups import Group
+from ..comm.pieces import flow_of
 from ..kernels.strides import placing_of
 from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
 from ..policies import MixedPrecision
@@ -75,7 +76,7 @@ class Partition:
             dtypes = (self._precision.reduce_dtype, self._precision.accumulate_dtype)
             device = members[0].param.device
             streams = self.streams.setdefault(device, build_streams(device))
-            added.append(GradBucket(layout, members, self.rank, *dtypes, streams))
+            added.append(GradBucket(layout, members, self.rank, *dtypes, streams, flow_of(self._bucket_mb)))
             self.places.update({index: (layout.index, at) for at, index in enumerate(layout.params)})
         self.buckets.extend(added)
         number_pieces(self.buckets)

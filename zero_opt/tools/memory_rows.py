@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.pieces import LANES, LARGE_LANES
+from ..comm.pieces import LARGE_LANES, flow_of
 from ..kernels.adam_state import role_numel, state_dtypes
 from ..kernels.functions import ADAM
 from ..layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
@@ -77,12 +77,15 @@ class Sizing:
         for index in self.trainable:
             sketch = self.sketches[index]
             specs[index] = sketch.flat.spec(sketch.group)._replace(device=str(sketch.device))
-        bucket_mb = bucket_mb_of(config.reduction, between_hosts=self._between_hosts)
-        bucket_bytes, cls, mixed = bucket_mb * 2**20, config.optimizer_class, config.placement.mixes_groups
+        bucket_bytes, cls, mixed = self._bucket_mb * 2**20, config.optimizer_class, config.placement.mixes_groups
         if is_elementwise(cls):
             return plan_flat(specs, self.world_size, bucket_bytes, mixed=mixed)
         costs = {index: cost_of_step(cls, self.sketches[index].flat.shape) for index in specs}
         return plan_whole_params(specs, self.world_size, bucket_bytes, costs=costs, mixed=mixed)
+
+    @property
+    def _bucket_mb(self) -> float:
+        return bucket_mb_of(self.config.reduction, between_hosts=self._between_hosts)
 
     @property
     def _in_host_memory(self) -> bool:
@@ -110,7 +113,11 @@ class Sizing:
         """A rank's buckets, on the meta device."""
         dtypes = (self.config.precision.reduce_dtype, self.config.precision.accumulate_dtype)
         flats = {index: sketch.flat for index, sketch in self.sketches.items()}
-        buckets = [GradBucket(plan, [flats[index] for index in plan.params], rank, *dtypes) for plan in self._layouts]
+        flow = flow_of(self._bucket_mb)
+        buckets = [
+            GradBucket(plan, [flats[index] for index in plan.params], rank, *dtypes, flow=flow)
+            for plan in self._layouts
+        ]
         number_pieces(buckets)
         return buckets
 
@@ -168,7 +175,7 @@ class Sizing:
         held = 2 * max(sizes, default=0)
         if self._by_messages:  # those that may be under way, and of the others the one that fills
             under_way, others = 0, [0]
-            for cut, lanes in ((True, LARGE_LANES), (False, LANES)):
+            for cut, lanes in ((True, LARGE_LANES), (False, flow_of(self._bucket_mb).lanes)):
                 alike = sorted(size for size, bucket in zip(sizes, buckets, strict=True) if (bucket.pieces > 1) is cut)
                 under_way, others = under_way + sum(alike[-lanes:]), others + alike[:-lanes]
             held = under_way + max(others)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_opt.comm import pairwise_exchange, pieces
-from zero_opt.comm.exchange import BucketReduction, Exchange, Ident, ParamRuns, Run, StagingPool
+from zero_opt.comm.exchange import BucketReduction, Exchange, Flow, Ident, ParamRuns, Run, StagingPool
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange, ranks_per_host
@@ -233,7 +233,8 @@ def tree_mean(world_size: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut buckets after each 64 elements of a shard."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 0)
+    cut, smallest = pieces._cut, Flow(piece_bytes=0)
+    monkeypatch.setattr(pieces, "_cut", lambda bounds, itemsize, _: cut(bounds, itemsize, smallest))
     monkeypatch.setattr(pieces, "_LEAST_MESSAGE_BYTES", 256)
 
 
@@ -368,9 +369,11 @@ def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: 
             under_way.end_all()
             future.set_result(exchange.reduce_runs(reduction))
         else:
-            count = pieces.count_pieces(reduction.bounds, reduction.out.element_size())
+            count = pieces.count_pieces(reduction.bounds, reduction.out.element_size(), reduction.flow)
             stages = exchange.reduce_in_stages(reduction._replace(lane=first))
-            under_way.begin(Lane(pieces.REDUCTION, pieces.lane_of(number, first, count)), stages, future)
+            under_way.begin(
+                Lane(pieces.REDUCTION, pieces.lane_of(number, first, count, reduction.flow)), stages, future
+            )
             first += count
         for _ in range(pace.randrange(4)):  # as if the next bucket were not complete yet
             if under_way:
