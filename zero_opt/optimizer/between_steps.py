@@ -362,7 +362,7 @@ class BetweenSteps(Engine):
 
     def as_planned(self, index: int, param: Tensor) -> Tensor:
         flat = None if is_dtensor(param) else self.partition.flats.get(index)
-        return param if flat is None else flat.shaped(flat.flat)
+        return param if flat is None else flat.as_planned()
 
     def state_dict(self) -> StateDict:
         """Return the full state. The other ranks' edits of ``state`` are in it from their next step on."""

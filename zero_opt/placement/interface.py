@@ -165,8 +165,8 @@ class Placement(ABC):
     def state(self) -> Iterator[tuple[int, ParamState]]:
         """(parameter index, its live state) for each of this rank's slices that has state."""
 
-    def array_views(self) -> Iterable[Tensor]:
-        """Return the tensors of the live state that are views of the placement's arrays.
+    def array_views(self) -> Iterable[tuple[int, Tensor]]:
+        """Return the tensors of the live state that are views of the placement's arrays, each with its parameter.
 
         If the user gives such a tensor other memory, the arrays do not follow by themselves.
         """

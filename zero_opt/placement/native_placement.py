@@ -123,7 +123,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
             if position in shard.stepped:
                 yield index, shard.state(position)
 
-    def array_views(self) -> Iterator[Tensor]:
+    def array_views(self) -> Iterator[tuple[int, Tensor]]:
         for shard in self._shards.values():
             yield from shard.array_views()
 

@@ -142,11 +142,12 @@ class StateShard(MasterShard):
             return True
         return addresses(own.values()) != self._addresses.get(position, [])
 
-    def array_views(self) -> Iterator[Tensor]:
-        """Return the tensors that users see, which are views of arrays."""
-        for shown, own in self._views.values():
+    def array_views(self) -> Iterator[tuple[int, Tensor]]:
+        """Return the tensors that users see, which are views of arrays, each with its parameter."""
+        for position, (shown, own) in self._views.items():
             if not isinstance(shown, ReadThrough):
-                yield from (value for value in own.values() if isinstance(value, Tensor))
+                index = self.pieces[position].param
+                yield from ((index, value) for value in own.values() if isinstance(value, Tensor))
 
     def holds_edits(self) -> bool:
         """Whether values of compact state that were shown have been written to."""
@@ -179,7 +180,7 @@ class StateShard(MasterShard):
             self.take_param(position)
         stored = self._stored(position)
         flat = {
-            key: self.flat_grad(position, value) if isinstance(value, Tensor) and value.dim() else value
+            key: value if key == "step" or not isinstance(value, Tensor) else self.flat_grad(position, value)
             for key, value in saved.items()
         }
         made = stored_form(flat, self._upper_half(position), self.form) if saved else {}

@@ -184,6 +184,11 @@ class FlatParam:
         check_memory(self.param, self.label)
         return True
 
+    def as_planned(self) -> Tensor:
+        """Return the parameter in the shape and order of the plan; if it has others by now, what it was last."""
+        fits = self._identity() == self._planned
+        return self.shaped(self.flatten(self.param.detach()) if fits else self.flat)
+
     def load(self) -> None:
         """Bring a mirror up to date with the parameter, unless that does not fit any more."""
         if self.mirrored and self._identity() == self._planned:

@@ -208,6 +208,7 @@ class VisibleState:
             self._unedited = self._unedited is not False
             return
         self._unedited = False
+        self._part_exchanged()
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()
         self._adopted.forget()
@@ -220,7 +221,23 @@ class VisibleState:
                     self._owner.state.pop(self._params[piece.param], None)
         elif held:
             self._adopted.note(held)
-            self._memory.note(self._placement.array_views())
+            self._memory.note(view for _, view in self._placement.array_views())
+
+    def _part_exchanged(self) -> None:
+        """Copy entries that have other parameters' values: a placement overwrites its arrays one after the other."""
+        state, owners = self._owner.state, {id(live): index for index, live in self._live.items()}
+        places = {view.data_ptr(): index for index, view in self._placement.array_views() if view.numel()}
+        for index in (piece.param for piece in self._pieces):
+            entry: Any = state.get(self._params[index])
+            if isinstance(entry, ReadThrough):
+                exchanged = owners.get(id(entry), index) != index
+            else:
+                values = live_tensors(entry) if places and isinstance(entry, MutableMapping) else []
+                exchanged = any(places.get(value.data_ptr(), index) != index for value in values)
+            if exchanged:
+                state[self._params[index]] = {
+                    key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()
+                }
 
     def _held(self) -> list[Any]:
         """Return all objects of which one is another after an edit; none if entries may be edited otherwise."""

@@ -259,7 +259,7 @@ def test_what_was_tampered_with_is_refused_on_every_rank(world_size: int) -> Non
     run_processes(world_size, _load_tampered)
 
 
-def _load_into_another_model(rank: int, world_size: int, moments: str) -> None:
+def _load_into_another_model(rank: int, world_size: int, moments: str, by: str) -> None:
     form, saved, params = zero_opt.AdamState(moments, "split"), dict[str, Any](), list[list[nn.Parameter]]()
     for start in (0.5, 0.25):
         params.append([nn.Parameter(torch.full((3, 2048), start, dtype=torch.bfloat16)) for _ in range(2)])
@@ -267,18 +267,25 @@ def _load_into_another_model(rank: int, world_size: int, moments: str) -> None:
         if not saved:
             params[0][0].sum().backward()  # the second has no state
             optimizer.step()
+            for param in params[0] if by == "data" else ():
+                param.data = param.detach() * 2
             saved = zero_opt.sharded_state_dict(optimizer, compact=True)
     with pytest.raises(zero_opt.StateDictError, match=r"remainder.* of parameter 0 .* load the model first"):
         zero_opt.load_sharded_state_dict(optimizer, saved)
     assert not any(optimizer.state.values())
     with torch.no_grad():
         for ours, theirs in zip(params[1], params[0], strict=True):
-            ours.copy_(theirs)
+            if by == "data":
+                ours.data = theirs.detach().clone()
+            else:
+                ours.copy_(theirs)
     zero_opt.load_sharded_state_dict(optimizer, saved)
     optimizer.close()
 
 
 @pytest.mark.parametrize("moments", ["float32", "block8"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(world_size: int, moments: str) -> None:
-    run_processes(world_size, _load_into_another_model, moments)
+@pytest.mark.parametrize("by", ["copy", "data"])
+def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(by: str, world_size: int, moments: str) -> None:
+    """``by``: how the model is loaded: in place, or by ``p.data``, which is set before the save too."""
+    run_processes(world_size, _load_into_another_model, moments, by)
