@@ -58,14 +58,13 @@ class Faults:
     def _call(self, name: str, fd: int, buffers: Any, offset: int) -> int:
         with self._lock:
             number, self.counts[name] = self.counts[name], self.counts[name] + 1
-            fails = self.due is not None and self.due[:2] == (name, number)
-        if fails:
-            assert self.due is not None
+            due = self.due  # which the test may change meanwhile
+        if due is not None and due[:2] == (name, number):
             if name == "pwritev":
                 torn = mmap.mmap(-1, max(len(buffers[0]) // 8192, 1) * 4096)  # transfers past the page cache need pages
                 torn[:] = b"\xff" * len(torn)
                 self._calls[name](fd, [torn], offset)
-            raise OSError(self.due[2], os.strerror(self.due[2]))
+            raise OSError(due[2], os.strerror(due[2]))
         return self._calls[name](fd, buffers, offset)
 
     @contextmanager

@@ -262,10 +262,8 @@ def build_exchange(
                 f"group's backend for {device.type} add up as it is; leave it None, or use reduce_dtype"
             )
         return (BackendExchange if reduce_group.hosts == 1 else HierarchicalBackendExchange)(reduce_group, pool)
-    far = _on_other_hosts(control)
-    rounded = {} if between_hosts is None else dict.fromkeys(far, between_hosts)
-    nearby = set(range(control.world_size)).difference(far)
-    messages = PairwiseExchange(reduce_group, gather_group, pool, rounded, nearby)
+    rounded = {} if between_hosts is None else dict.fromkeys(_on_other_hosts(control), between_hosts)
+    messages = PairwiseExchange(reduce_group, gather_group, pool, rounded)
     host = build_host_exchange(control, messages, pool, host_bytes) if host_bytes else messages
     if host is messages:
         messages.connect()

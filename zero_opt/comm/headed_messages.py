@@ -77,11 +77,8 @@ class HeadedMessages:
     noticed, and what it has skipped can be received and dropped.
 
     A rank that takes part in an exchange announces it to its peers before it waits for any rank, and sends what it has
-    announced. To a peer on another host it sends its data once it has started to receive that peer's: a connection
-    carries its messages in order, so "ready to receive" behind this rank's own data would keep the peer from sending
-    meanwhile. To a peer on its own host it starts sending the data ahead of the header, before the peer can be ready
-    for it, so that gloo's thread sends it. While another thread sends, gloo's thread cannot have the connection, and
-    tries again and again, which takes time of the cores that such ranks share.
+    announced. To each peer it sends its data once it has started to receive that peer's: a connection carries its
+    messages in order, so "ready to receive" behind this rank's own data would keep the peer from sending meanwhile.
 
     An exchange may be announced before the data of those that were announced earlier is sent or received. Data is sent,
     and received, in the order of the announcements.
@@ -109,11 +106,6 @@ class HeadedMessages:
         self._under_way[peer].append((number, self._messages.send_to(header, peer, 2 * (number % TAG_MODULUS))))
         self._sent[peer] += 1
         return number
-
-    def post(self, peer: int, ident: Ident, tensors: Sequence[Tensor]) -> int:
-        """Start sending a peer the data of an exchange and its header; returns its number, as :meth:`announce` does."""
-        self.send(peer, self._sent[peer], tensors)
-        return self.announce(peer, ident, tensors)
 
     def is_in(self, peer: int, ident: Ident) -> bool:
         """Wait until a peer has come to an exchange, or to a later one; returns ``False`` if it has skipped it."""

@@ -7,7 +7,7 @@ same on every rank, so both ends of a message cut it alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,14 +168,10 @@ class PairwiseExchange(Exchange):
         for_gather: PeerMessages,
         pool: StagingPool,
         rounded: Mapping[int, torch.dtype] | None = None,
-        nearby: Container[int] = (),
     ) -> None:
-        """``rounded``: by peer, what fp32 gradients are rounded to on their way to it and from it.
-
-        ``nearby``: the peers that are known to be on this rank's host.
-        """
+        """``rounded``: by peer, what fp32 gradients are rounded to on their way to it and from it."""
         super().__init__(pool)
-        self._reduce, self._gather, self._rounded, self._nearby = for_reduce, for_gather, rounded or {}, nearby
+        self._reduce, self._gather, self._rounded = for_reduce, for_gather, rounded or {}
         self.rank, self.world_size = for_reduce.rank, for_reduce.world_size
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self.headed = HeadedMessages(for_reduce, self._peers)
@@ -212,20 +208,15 @@ class PairwiseExchange(Exchange):
             to_receive[dtype] = [stretch.span for stretch in plan_messages(runs, *own, dtype.itemsize)]
             if dtype is not out.dtype:
                 arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype), lane)
-        headed = self.headed
-        numbers = {
-            peer: (headed.post if peer in self._nearby else headed.announce)(peer, ident, outgoing[peer])
-            for peer in self._peers
-        }
+        numbers = {peer: self.headed.announce(peer, ident, outgoing[peer]) for peer in self._peers}
         yield None
         for peer, dtype in dtypes.items():
-            if headed.is_in(peer, ident):
+            if self.headed.is_in(peer, ident):
                 into = [arriving[peer][low - own.start : high - own.start] for low, high in to_receive[dtype]]
-                works += headed.receive(peer, into)
+                works += self.headed.receive(peer, into)
             else:
                 complete = False
-            if peer not in self._nearby:
-                headed.send(peer, numbers[peer], outgoing[peer])
+            self.headed.send(peer, numbers[peer], outgoing[peer])
             self._sent_nbytes += sum(tensor.nbytes for tensor in outgoing[peer])
         yield None
         wait_all(works)
@@ -235,7 +226,7 @@ class PairwiseExchange(Exchange):
                     shard.copy_(arriving[peer])
             self._add_up(runs, own, shards, out)
             for peer, number in numbers.items():
-                headed.end(peer, number)
+                self.headed.end(peer, number)
         return complete
 
     def _room_for(self, own: Span, peers: Sequence[int], like: Tensor, lane: int) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import StateDictError, StepPending, ZeroOptError, quoted
@@ -233,7 +234,8 @@ class VisibleState:
                 exchanged = owners.get(id(entry), index) != index
             else:
                 values = live_tensors(entry) if places and isinstance(entry, MutableMapping) else []
-                exchanged = any(places.get(value.data_ptr(), index) != index for value in values)
+                strided = (value for value in values if value.layout is torch.strided)  # others have no one address
+                exchanged = any(places.get(value.data_ptr(), index) != index for value in strided)
             if exchanged:
                 state[self._params[index]] = {
                     key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,19 +91,10 @@ class Recorded:
         """Nothing is under way."""
 
 
-@pytest.mark.parametrize(
-    ("nearby", "order"),
-    [
-        ([], ["send header", "receive header", "receive data", "send data"]),
-        ([1], ["send data", "send header", "receive header", "receive data"]),
-    ],
-    ids=["another host", "this host"],
-)
-def test_when_data_is_sent(nearby: list[int], order: list[str]) -> None:
-    """Between hosts, once this rank is ready for the peer's; on one host, before the peer can be ready for it."""
+def test_data_is_sent_once_this_rank_is_ready_to_receive_the_peers() -> None:
     messages, pool = Recorded(), StagingPool()
-    exchange = PairwiseExchange(messages, messages, pool, nearby=nearby)
+    exchange = PairwiseExchange(messages, messages, pool)
     reduction = BucketReduction(Ident(0, 0, 0), [Run(0, 8, torch.ones(8))], [0, 4, 8], torch.zeros(4))
     assert exchange.reduce_runs(reduction)
-    assert messages.started == order
+    assert messages.started == ["send header", "receive header", "receive data", "send data"]
     assert reduction.out.tolist() == [0.5] * 4
