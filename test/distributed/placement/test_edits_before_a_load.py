@@ -13,19 +13,9 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise
+from test.support.offloads import FORMS, OFFLOADS
 
 NUMEL = 200
-PLACEMENTS: dict[str, Callable[[str], Any]] = {
-    "cpu": lambda _: zero_opt.CPUOffload(),
-    "worker": lambda _: zero_opt.WorkerOffload(threads=1),
-    "worker, delay": lambda _: zero_opt.WorkerOffload(threads=1, delay=1),
-    "nvme": lambda folder: zero_opt.NVMeOffload(folder, threads=1),
-}
-FORMS = {
-    "fp32": zero_opt.AdamState(),
-    "bfloat16": zero_opt.AdamState("bfloat16"),
-    "block8": zero_opt.AdamState("block8"),
-}
 Entry = Any
 EDITS: dict[str, Callable[[Entry], object]] = {
     "read": lambda entry: dict(entry),
@@ -62,19 +52,19 @@ def _after_a_load(offload: Any, form: zero_opt.AdamState, edit: Callable[[Entry]
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", OFFLOADS)
 def test_a_load_replaces_all(placement: str, form: str, edit: str, tmp_path: Path) -> None:
     without, edited = (
-        _after_a_load(PLACEMENTS[placement](str(tmp_path)), FORMS[form], how) for how in (None, EDITS[edit])
+        _after_a_load(OFFLOADS[placement](str(tmp_path)), FORMS[form], how) for how in (None, EDITS[edit])
     )
     assert_bitwise(edited, without)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", OFFLOADS)
 def test_compact_values_that_are_read_in_inference_mode_can_be_edited(placement: str, tmp_path: Path) -> None:
     param = nn.Parameter(torch.ones(NUMEL))
     optimizer = zero_opt.ShardedOptimizer(
-        [param], zero_opt.CPUAdamW, state=FORMS["bfloat16"], offload=PLACEMENTS[placement](str(tmp_path))
+        [param], zero_opt.CPUAdamW, state=FORMS["bfloat16"], offload=OFFLOADS[placement](str(tmp_path))
     )
     _step(param, optimizer, 1.0)
     with torch.inference_mode():
@@ -85,12 +75,12 @@ def test_compact_values_that_are_read_in_inference_mode_can_be_edited(placement:
     optimizer.close()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", OFFLOADS)
 def test_a_cleared_compact_entry_is_no_state(placement: str, tmp_path: Path) -> None:
     params = [nn.Parameter(torch.ones(NUMEL, dtype=torch.bfloat16)) for _ in range(2)]
     state = zero_opt.AdamState("bfloat16", "float32")
     optimizer = zero_opt.ShardedOptimizer(
-        params, zero_opt.CPUAdamW, state=state, offload=PLACEMENTS[placement](str(tmp_path))
+        params, zero_opt.CPUAdamW, state=state, offload=OFFLOADS[placement](str(tmp_path))
     )
     for used in (params, params[:1]):
         for param in params:

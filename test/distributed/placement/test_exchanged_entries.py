@@ -13,18 +13,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise
-
-PLACEMENTS: dict[str, Callable[[str], Any]] = {
-    "cpu": lambda _: zero_opt.CPUOffload(threads=1),
-    "worker": lambda _: zero_opt.WorkerOffload(threads=1),
-    "worker, delay": lambda _: zero_opt.WorkerOffload(threads=1, delay=1),
-    "nvme": lambda folder: zero_opt.NVMeOffload(folder, threads=1),
-}
-FORMS = {
-    "fp32": zero_opt.AdamState(),
-    "bfloat16": zero_opt.AdamState("bfloat16"),
-    "block8": zero_opt.AdamState("block8"),
-}
+from test.support.offloads import FORMS, OFFLOADS
 
 
 def _exchange(state: Any, first: Tensor, second: Tensor) -> None:
@@ -60,7 +49,7 @@ def _train(optimizer: Any, params: list[nn.Parameter], edit: Callable[[Any, Tens
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", OFFLOADS)
 def test_a_parameter_goes_on_with_the_state_of_another(
     placement: str, form: str, edit: Callable[[Any, Tensor, Tensor], None], tmp_path: Path
 ) -> None:
@@ -68,20 +57,20 @@ def test_a_parameter_goes_on_with_the_state_of_another(
     plain, params = ([nn.Parameter(torch.ones(200)) for _ in range(3)] for _ in range(2))
     reference = zero_opt.CPUAdamW(plain, **given)
     _train(reference, plain, edit)
-    offload = PLACEMENTS[placement](str(tmp_path))
+    offload = OFFLOADS[placement](str(tmp_path))
     with closing(zero_opt.ShardedOptimizer(params, zero_opt.CPUAdamW, offload=offload, **given)) as optimizer:
         _train(optimizer, params, edit)
         assert_bitwise([param.detach() for param in params], [param.detach() for param in plain])
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "block8"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", OFFLOADS)
 def test_compact_state_of_a_parameter_without_dimensions_can_be_edited(
     placement: str, form: str, tmp_path: Path
 ) -> None:
     state = zero_opt.AdamState(form, "float32")
     param = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
-    offload = PLACEMENTS[placement](str(tmp_path))
+    offload = OFFLOADS[placement](str(tmp_path))
     with closing(
         zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, lr=1e-2, state=state, offload=offload)
     ) as optimizer:
