@@ -142,6 +142,12 @@ class BucketLayout:
         """The number of the param group of all parameters, where buckets are not mixed."""
         return self.groups[0]
 
+    def params_in(self, indices: frozenset[int]) -> tuple[int, ...]:
+        """Return those of :attr:`params` that are among ``indices``."""
+        if indices.issuperset(self.params):
+            return self.params
+        return tuple(index for index in self.params if index in indices)
+
     @property
     def numel(self) -> int:
         """Elements of the bucket, padding included."""

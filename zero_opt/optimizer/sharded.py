@@ -15,7 +15,7 @@ this order, on the user's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -267,9 +267,9 @@ class ShardedEngine(BetweenSteps):
             self.gather.begin(self.count.step)
             in_order = [shards[bucket] for bucket in self.gather.order()]
             with Phase("update"):
-                for bucket, failed in self._step_buckets(in_order, grad_scale):
+                for bucket, updated, failed in self._step_buckets(in_order, grad_scale):
                     with Phase("gather"):
-                        self.gather.start(bucket, failed=failed)
+                        self.gather.start(bucket, updated, failed=failed)
             with Phase("gather"):
                 failures = self.gather.end()
             self._end_step(agreed, failures)
@@ -278,22 +278,25 @@ class ShardedEngine(BetweenSteps):
         if self.placement.pending and moves_nothing(self.parts.param_groups):
             self.flush()  # torch takes such a step to make places for state that it loads, which must not be pending
 
-    def _step_buckets(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[tuple[GradBucket, bool]]:
-        """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here, and False.
+    def _step_buckets(
+        self, shards: Sequence[GradShard], grad_scale: float
+    ) -> Iterator[tuple[GradBucket, Collection[int], bool]]:
+        """Step this rank's shards. Yield every bucket that some rank updates, once it is up to date here.
+
+        With it come the parameters that are updated, by global index, and False.
 
         From here on, until :meth:`_end_step`, no other rank reads the state. If the placement fails, the rest of the
         buckets come as they are, with True, because the other ranks wait for them; :meth:`_end_step` raises the error.
         """
         buckets = self.partition.buckets
-        left = list(self.placement.updated_buckets(shards))
+        left = dict(self.placement.updated_params(shards))
         if self._params_may_differ:  # gather again what an earlier step has left apart
-            left += [index for index in range(len(buckets)) if index not in left]
+            left |= {bucket.layout.index: bucket.layout.params for bucket in buckets}
         try:
             self._guard.begin(self.parts.patience_s)
             self._guard.note_failure(None)
             for index in self.placement.step(shards, self.parts.param_groups, grad_scale):
-                left.remove(index)
-                yield buckets[index], False
+                yield buckets[index], left.pop(index), False
         except BaseException as error:  # whatever it is
             with self.parts.visible.lock:  # the step may be pending: what users make of entries from here on is undone
                 self.parts.visible.note_entries()
@@ -304,7 +307,7 @@ class ShardedEngine(BetweenSteps):
             own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
             self._guard.note_failure(own)
         failed = self._guard.failure is not None
-        yield from ((buckets[index], failed) for index in left)
+        yield from ((buckets[index], updated, failed) for index, updated in left.items())
         self._params_may_differ = False
 
     def _end_step(self, agreed: StepAgreement, failed: Sequence[int]) -> None:

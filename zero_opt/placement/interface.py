@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from ..errors import ZeroOptError
-from ..reduction.interface import GradShard, used_buckets
+from ..reduction.interface import GradShard, ParamsByBucket, used_params
 from ..sharding.buckets import GradBucket
 from .masters import MasterShard
 from .read_through import ReadThrough
@@ -29,7 +29,7 @@ class Placement(ABC):
 
     The engine calls all methods on the user's thread, except :meth:`await_result`. Param groups come first
     (:meth:`add_group`), then buckets of their parameters (:meth:`add`), at any time between steps. Every step is a call
-    of :meth:`updated_buckets`, then one of :meth:`step`.
+    of :meth:`updated_params`, then one of :meth:`step`.
 
     A placement may take a step whose result is in the parameters only later: until then the step is *pending*. What is
     implemented here suits a placement that never has a pending step.
@@ -105,9 +105,9 @@ class Placement(ABC):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """The buckets that :meth:`step` will update, the same on every rank. Collective."""
-        return used_buckets(grads)
+    def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
+        """The parameters that :meth:`step` will update, the same on every rank. Collective."""
+        return used_params(grads)
 
     @abstractmethod
     def step(
@@ -117,7 +117,7 @@ class Placement(ABC):
 
         Gradients are multiplied by ``grad_scale`` first, in the same pass over memory where the step is native.
 
-        Yields the index of each bucket of :meth:`updated_buckets`, in order, once its parameters are updated here; must
+        Yields the index of each bucket of :meth:`updated_params`, in order, once its parameters are updated here; must
         be run to the end.
         """
 

@@ -41,8 +41,7 @@ class AlreadyReducedGrads(GradReduction):
         shards, used = [], indices_of(agreed.used)
         for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
-            any_used = not used.isdisjoint(bucket.layout.params)
-            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
+            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, bucket.layout.params_in(used)))
         return shards
 
     def _require_all_used(self, agreed: StepAgreement) -> None:

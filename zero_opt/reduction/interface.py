@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from ..system.background_thread import SerialThread
 from ..system.phases import Phase
 from ..system.stages import Lane
 
+# Global indices of parameters, by the index of their bucket.
+ParamsByBucket: TypeAlias = Mapping[int, Collection[int]]
+
 
 class GradShard(NamedTuple):
     """This rank's part of one bucket's reduced gradient.
@@ -30,13 +34,13 @@ class GradShard(NamedTuple):
         bucket: index of the bucket. slices: this rank's parameter slices in it.
         grads: one per slice of this rank, in slice order: in the parameter's shape where the slice is whole, else 1-D;
             ``None`` where no rank used the parameter.
-        used: whether any parameter of the bucket, on any rank, has a gradient.
+        used: global indices of the bucket's parameters of which any rank has a gradient.
     """
 
     bucket: int
     slices: Sequence[ParamSlice]
     grads: Sequence[Tensor | None]
-    used: bool
+    used: Collection[int]
 
     @property
     def with_grad(self) -> list[int]:
@@ -44,9 +48,15 @@ class GradShard(NamedTuple):
         return [position for position, grad in enumerate(self.grads) if grad is not None]
 
 
-def used_buckets(grads: Sequence[GradShard]) -> list[int]:
-    """Return the indices of the buckets of which any rank has a gradient."""
-    return [shard.bucket for shard in grads if shard.used]
+def used_params(grads: Iterable[GradShard]) -> ParamsByBucket:
+    """Return the parameters of which any rank has a gradient."""
+    return {shard.bucket: shard.used for shard in grads if shard.used}
+
+
+def merged(*parts: ParamsByBucket) -> ParamsByBucket:
+    """Return the parameters that are in any of these, buckets in the order in which they come first."""
+    buckets = dict.fromkeys(chain(*parts))
+    return {bucket: {*chain(*(part.get(bucket, ()) for part in parts))} for bucket in buckets}
 
 
 @dataclass
@@ -134,11 +144,11 @@ class ReductionParts:
         shards, indices = [], indices_of(used)
         for bucket in self.partition.buckets:
             grads: list[Tensor | None] = [None] * len(bucket.slices)
-            any_used = not indices.isdisjoint(bucket.layout.params)
-            if any_used:
+            used_here = bucket.layout.params_in(indices)
+            if used_here:
                 views = zip(bucket.slice_grads(), bucket.slices, strict=True)
                 grads = [grad if piece.param in indices else None for grad, piece in views]
-            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, any_used))
+            shards.append(GradShard(bucket.layout.index, bucket.slices, grads, used_here))
         return shards
 
 

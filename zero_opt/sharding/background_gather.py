@@ -120,12 +120,12 @@ class BackgroundGather(ParamGather):
         self._arrived.clear()
         self._failures = None
 
-    def start(self, bucket: GradBucket, *, failed: bool) -> None:
+    def start(self, bucket: GradBucket, updated: Collection[int], *, failed: bool) -> None:
         """Hand the bucket to the thread. Waits for nothing."""
         self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
         thread, ident = self._thread_of(self._last), self._next_ident()
         lane = Lane("gather", ident.sequence % (self._last.gathers_ahead + 1))
-        arriving = thread.submit_stages(lane, self._gather_one, bucket, ident, stepped, failed)
+        arriving = thread.submit_stages(lane, self._gather_one, bucket, ident, updated, stepped, failed)
         self._arriving[bucket.layout.index] = arriving
 
     def end(self) -> Sequence[int]:
@@ -138,11 +138,13 @@ class BackgroundGather(ParamGather):
     def _thread_of(self, exchange: Exchange) -> SerialThread | CallingThread:
         return self._thread if exchange.blocks else CallingThread()
 
-    def _gather_one(self, bucket: GradBucket, ident: Ident, stepped: Any, failed: bool) -> CallStages[Any]:
+    def _gather_one(
+        self, bucket: GradBucket, ident: Ident, updated: Collection[int], stepped: Any, failed: bool
+    ) -> CallStages[Any]:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), Unwatched(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
-            end = self._gather(bucket, ident, failed=failed)
+            end = self._gather(bucket, ident, updated, failed=failed)
         yield None
         with torch.no_grad(), Unwatched(), bucket.streams.side([], []):
             end()

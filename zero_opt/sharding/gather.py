@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -67,14 +67,15 @@ class ParamGather:
         self._step, self._started, self._last = step, 0, None
         self._under_way.clear()
 
-    def start(self, bucket: GradBucket, *, failed: bool) -> None:
+    def start(self, bucket: GradBucket, updated: Collection[int], *, failed: bool) -> None:
         """Start to gather a bucket, whose part of this rank is up to date, or as up to date as it will be.
 
         Args:
+            updated: global indices of its parameters that may be others than before, on any rank.
             failed: whether the step has failed on this rank so far.
         """
         self._last = self._exchanges[bucket.device.type]
-        self._under_way.append(self._gather(bucket, self._next_ident(), failed=failed))
+        self._under_way.append(self._gather(bucket, self._next_ident(), updated, failed=failed))
         if len(self._under_way) > self._last.gathers_ahead:
             self._under_way.popleft()()
 
@@ -93,7 +94,9 @@ class ParamGather:
         self._started += 1
         return Ident(self._step, _GATHER_EPOCH, self._started - 1)
 
-    def _gather(self, bucket: GradBucket, ident: Ident, *, failed: bool) -> Callable[[], None]:
+    def _gather(
+        self, bucket: GradBucket, ident: Ident, updated: Collection[int], *, failed: bool
+    ) -> Callable[[], None]:
         """Start to gather a bucket; what is returned ends that."""
         exchange = self._exchanges[bucket.device.type]
         if failed:
@@ -101,6 +104,7 @@ class ParamGather:
         arrivals = self._arrivals.get(bucket.layout.index)
         if arrivals is None:
             arrivals = self._arrivals[bucket.layout.index] = _Arrivals(bucket)
+        arrivals.expect(updated)
         return partial(arrivals.complete, exchange.gather_runs(ident, arrivals.runs, bucket.layout.bounds))
 
 
@@ -113,8 +117,20 @@ class _Arrivals:
 
     def __init__(self, bucket: GradBucket) -> None:
         self.runs = bucket.param_runs()
+        self._bucket = bucket
+        self._updated: Collection[int] = bucket.layout.params
         self._own = OwnWrites(bucket.params)
         self._mirrored = [flat for flat in bucket.params if flat.mirrored]
+
+    def expect(self, updated: Collection[int]) -> None:
+        """Note which parameters, by global index, may get new values; the others get those that they have.
+
+        A graph that has saved one of the others can still go backward.
+        """
+        if updated != self._updated:
+            of_index = zip(self._bucket.layout.params, self._bucket.params, strict=True)
+            self._own = OwnWrites(flat for index, flat in of_index if index in updated)
+            self._updated = updated
 
     def complete(self, arrive: Callable[[], None]) -> None:
         """Complete a gather, and let parameters that are mirrored follow their mirrors."""

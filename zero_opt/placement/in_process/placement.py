@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedOptimizer
 from ...kernels.adam_state import HALVES
 from ...kernels.functions import ADAM
-from ...reduction.interface import GradShard, used_buckets
+from ...reduction.interface import GradShard, used_params
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...sharding.param_groups import hypers_of
@@ -163,7 +163,7 @@ class DevicePlacement(SlicePlacement[Unit]):
                 for work in works:
                     work.unit.fetch(work.grads)
                 self._step_by_class([Work(work.unit, work.unit.grads()) for work in works], grad_scale)
-            yield from used_buckets(together)
+            yield from used_params(together)
 
     def _works(self, grads: Iterable[GradShard]) -> Iterator[Work]:
         """What there is to step."""

@@ -11,7 +11,7 @@ from ...kernels.adam_state import follow_param, span_of, state_dtypes
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
 from ...kernels.runs import BoundRun, check_arrays, step_runs
 from ...kernels.updates import StepHypers
-from ...reduction.interface import GradShard, used_buckets
+from ...reduction.interface import GradShard, used_params
 from ...sharding.flat_param import own_writes
 from ...system.devices import HOST
 from ...system.interrupts import uninterrupted
@@ -52,7 +52,7 @@ class FileStep:
         buffers: Sequence[Buffer],
         disk: Disk,
     ) -> None:
-        self.buckets = used_buckets(grads)
+        self.buckets = [*used_params(grads)]
         self.segments: dict[int, list[Segment]] = {}
         self._hypers, self._step = hypers, update
         self._used: dict[int, tuple[FileShard, list[int]]] = {}

@@ -21,7 +21,7 @@ from ...errors import ConfigConflict, StepPending, ZeroOptError
 from ...kernels import adam_update_
 from ...kernels.functions import ADAM
 from ...policies import AdamState, Selective
-from ...reduction.interface import GradShard, used_buckets
+from ...reduction.interface import GradShard, ParamsByBucket, merged, used_params
 from ...sharding.buckets import GradBucket
 from ...system.failures import on_failure
 from ..in_process.native_steps import NativeSteps
@@ -70,14 +70,14 @@ class SelectivePlacement(Placement):
         self._schedule = Schedule(policy)
         # For the step to come: what is selected, and the buckets whose parameters it changes.
         self._chosen: Mapping[int, Tensor] = {}
-        self._updated: Sequence[int] = ()
+        self._updated: ParamsByBucket = {}
         self._buckets: dict[int, GradBucket] = {}
         self._homes: dict[int, GradBucket] = {}  # what the inner placement has of them
         self._slices: dict[int, ColumnSlice] = {}
         self._shown: dict[int, ReadThrough] = {}
         self._roles: list[tuple[str, ...]] = []
-        self._waiting: set[int] = set()  # buckets with gradients that wait, on whatever rank
-        self._arriving: set[int] = set()  # buckets that are pending, on whatever rank
+        self._waiting: ParamsByBucket = {}  # what has gradients that wait, on whatever rank
+        self._arriving: ParamsByBucket = {}  # what is pending, on whatever rank
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class SelectivePlacement(Placement):
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state. Collective."""
         self._resume_schedule(states)  # what comes after it may fail on one rank
-        self._arriving = set()
+        self._arriving = {}
         self._roles = [ADAM.roles(group) for group in groups]
         self._small.load({index: state for index, state in states.items() if index not in self._slices}, groups)
         self._inner.load({}, groups)
@@ -216,7 +216,8 @@ class SelectivePlacement(Placement):
             without += bool(saved) and column_slice.param_dtype is not torch.float32 and "master" not in saved
             self._shown[index].forget()
         say_without_masters(without)
-        self._waiting = set(self._buckets) if self._schedule.in_window else set()
+        all_params = {index: bucket.layout.params for index, bucket in self._buckets.items()}
+        self._waiting = all_params if self._schedule.in_window else {}
 
     def _resume_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
@@ -263,17 +264,29 @@ class SelectivePlacement(Placement):
     def require_writable(self) -> None:
         self._inner.require_writable()
 
-    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        """The buckets whose parameters the next step changes on any rank. Collective where columns are selected."""
+    def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
+        """The parameters that the next step changes on any rank. Collective where columns are selected."""
         if self._schedule.selects:
             self._select(grads)
-        used = set(used_buckets(grads))
+        used = used_params(grads)
         if self._schedule.closes and not self._delay:
-            used |= self._waiting
+            used = merged(used, self._waiting)
         elif self._schedule.since_selection < 0 or self._policy.topk_ratio == 0:  # matrices wait
-            used = {index for index in used if not all(is_matrix(flat.param) for flat in self._buckets[index].params)}
-        self._updated = sorted(used | self._arriving)
+            used = self._without_matrices(used)
+        self._updated = dict(sorted(merged(used, self._arriving).items()))
         return self._updated
+
+    def _without_matrices(self, params: ParamsByBucket) -> ParamsByBucket:
+        small = {
+            index: [
+                param
+                for param, flat in zip(bucket.layout.params, bucket.params, strict=True)
+                if param in params[index] and not is_matrix(flat.param)
+            ]
+            for index, bucket in self._buckets.items()
+            if index in params
+        }
+        return {index: left for index, left in small.items() if left}
 
     def _select(self, grads: Sequence[GradShard]) -> None:
         """Choose columns of every matrix, on whatever rank it lies. Collective."""
@@ -313,7 +326,7 @@ class SelectivePlacement(Placement):
         self._chosen = {}
         for _ in self._small.step(grads, groups, grad_scale):
             pass
-        self._waiting |= set(used_buckets(grads))
+        self._waiting = merged(self._waiting, used_params(grads))
         for column_slice, grad in self._used(grads):
             column_slice.step(grad, groups[column_slice.group], grad_scale, self._update)
         for bucket in self._close_window(groups) if closes else ():
@@ -323,17 +336,18 @@ class SelectivePlacement(Placement):
 
     def _close_window(self, groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
         """Let the inner placement step what waits; yields the buckets of which that is in the parameters."""
-        self._arriving, self._waiting = self._waiting, set()
+        self._arriving, self._waiting = self._waiting, {}
         means = []
         for bucket, home in self._homes.items():
             found = self._slices_of(bucket)
             for column_slice in found:
                 self._inner.step_by_mean_of(column_slice.index, max(column_slice.gathered, 1))
             grads = [column_slice.take_mean() if column_slice.gathered else None for column_slice in found]
-            means.append(GradShard(bucket, home.slices, grads, any(grad is not None for grad in grads)))
+            used = [piece.param for piece, grad in zip(home.slices, grads, strict=True) if grad is not None]
+            means.append(GradShard(bucket, home.slices, grads, used))
         yield from self._written_over(self._inner.step(means, groups, 1.0))
         if not self._delay:
-            self._arriving = set()
+            self._arriving = {}
 
     def _slices_of(self, bucket: int) -> list[ColumnSlice]:
         return [self._slices[piece.param] for piece in self._homes[bucket].slices]
@@ -360,7 +374,7 @@ class SelectivePlacement(Placement):
             for flat in bucket.params:
                 flat.load()
         yield from self._written_over(self._inner.bring_in())
-        self._arriving = set()
+        self._arriving = {}
 
     def ignore_writes(self) -> None:
         self._inner.ignore_writes()

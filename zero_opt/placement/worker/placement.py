@@ -13,7 +13,7 @@ from ...comm.groups import Group
 from ...errors import StepPending, ZeroOptError
 from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
-from ...reduction.interface import GradShard, used_buckets
+from ...reduction.interface import GradShard, ParamsByBucket, used_params
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import versions_of
 from ...system.devices import is_host
@@ -35,11 +35,11 @@ class Pending(NamedTuple):
 
     Attributes:
         sequence: its number; ``None`` where nothing of it is on this rank.
-        buckets: indices of those that are used on any rank. used: what is stepped here.
+        params: those that any rank steps. used: what is stepped here.
     """
 
     sequence: int | None
-    buckets: Sequence[int]
+    params: ParamsByBucket
     used: Sequence[Used]
 
 
@@ -189,10 +189,10 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         """Whether the next step is left pending."""
         return self._policy.delay > 0 and self._begun >= self._policy.warmup_steps
 
-    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
+    def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
         if not self._late:
-            return used_buckets(grads)
-        return [] if self._pending is None else self._pending.buckets
+            return used_params(grads)
+        return {} if self._pending is None else self._pending.params
 
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
@@ -258,7 +258,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             self._delivery.deliver(made)
             self._note_copies(shard for shard, _ in made)
             self._pending = None
-        yield from pending.buckets
+        yield from pending.params
 
     def conflict(self) -> StepPending | None:
         flat = self._delivery.overtaken
@@ -300,7 +300,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             sequence = self._send(list(batches.values()))
         for shard, _ in used:
             shard.lend_grads()
-        return Pending(sequence, used_buckets(grads), used)
+        return Pending(sequence, used_params(grads), used)
 
     def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:
         """Return what is used here. Its gradients are in the arena, or copies of them are on their way there."""

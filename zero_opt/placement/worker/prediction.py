@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...reduction.interface import GradShard
+from ...reduction.interface import GradShard, ParamsByBucket, merged
 from ...system.interrupts import uninterrupted
 from ..masters import write_copies
 from ..state_shard import StateShard
 from .arena_shard import ArenaShard
 from .placement import Pending, WorkerPlacement
 
-_NO_STEP = Pending(None, (), ())
+_NO_STEP = Pending(None, {}, ())
 
 
 class PredictedShard(ArenaShard):
@@ -40,11 +40,10 @@ class PredictingPlacement(WorkerPlacement):
 
     @property
     def predicts(self) -> bool:
-        return len(self._shown.buckets) > 0
+        return len(self._shown.params) > 0
 
-    def updated_buckets(self, grads: Sequence[GradShard]) -> Sequence[int]:
-        due = super().updated_buckets(grads)
-        return [*due, *(bucket for bucket in self._shown.buckets if bucket not in due)]
+    def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
+        return merged(super().updated_params(grads), self._shown.params)
 
     def _bring_in_last(self) -> Iterator[int]:
         pending, shown = self._pending or _NO_STEP, self._shown
@@ -52,7 +51,7 @@ class PredictingPlacement(WorkerPlacement):
         with uninterrupted():
             self._show_masters(shown, but=pending)
             self._shown = pending
-        yield from (bucket for bucket in shown.buckets if bucket not in pending.buckets)
+        yield from (bucket for bucket in shown.params if bucket not in pending.params)
 
     def bring_in(self) -> Iterator[int]:
         yield from self._bring_in_last()

@@ -37,7 +37,7 @@ from ...errors import ZeroOptError
 from ...kernels.runs import RunBatch
 from ...kernels.updates import StepHypers
 from ...policies import WorkerOffload
-from ...reduction.interface import GradShard, used_buckets
+from ...reduction.interface import GradShard, used_params
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
 from ..state_shard import Kept
@@ -298,7 +298,7 @@ class SpeculativePlacement(WorkerPlacement):
             self._summed.clear()
             # All that was submitted ends before a result is brought in: then the banks that do not count are free.
             sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
-            return Pending(sequence, used_buckets(grads), [*made.used, *drafted.values()])
+            return Pending(sequence, used_params(grads), [*made.used, *drafted.values()])
 
     def _was_drafted(self, used: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""
