@@ -136,6 +136,7 @@ class Agreement:
     def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
         self.group, self._describe = group, describe
         self.told = 0
+        self._even = (0, 0)  # the step and the epoch from which all ranks go on since the last StepDesync
 
     def reserve(self, param_count: int) -> None:
         """Let each report of a step about so many parameters travel in one message."""
@@ -189,10 +190,14 @@ class Agreement:
             if rank in present:
                 _require_same_call(first, present[0], report, rank)
             if rank in present and report.epoch != first.epoch:
+                step, epoch = self._even
+                since = "the last StepDesync" if step == first.step and epoch else f"step {first.step}"
+                before, latest = epoch if step == first.step else 0, max(r.epoch for r in reports)
+                self._even = first.step, latest
                 raise StepDesync(
-                    f"since step {first.step} rank {rank} has called zero_grad() {report.epoch} times and rank "
-                    f"{present[0]} {first.epoch} times; after an exception every rank must call it, or none",
-                    epoch=max(r.epoch for r in reports),
+                    f"since {since} rank {rank} has called zero_grad() {report.epoch - before} times and rank "
+                    f"{present[0]} {first.epoch - before} times; after an exception every rank must call it, or none",
+                    epoch=latest,
                 )
 
         if first.unscales and len(present) < len(reports):

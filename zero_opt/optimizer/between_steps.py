@@ -250,17 +250,17 @@ class BetweenSteps(Engine):
 
     # -- a pending step -----------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self, call: str = "flush()") -> None:
         self.placement.require_not_forked()
         with self._of_all_ranks():
             self.gather.flush()
             if self._config.offload is not None:
                 with self._guard.telling_why():
-                    self._finish_pending()
+                    self._finish_pending(call)
             if self.gather.failed():
-                self.agreement.raise_first_error(self._guard.tell_failure(), "flush()")
+                self.agreement.raise_first_error(self._guard.tell_failure(), call)
 
-    def _finish_pending(self) -> None:
+    def _finish_pending(self, call: str) -> None:
         """Bring a pending step into the parameters of all ranks. Collective.
 
         Parameters that were changed meanwhile keep the change, and lack the update; state has the update, and lacks
@@ -274,7 +274,7 @@ class BetweenSteps(Engine):
         mismatch: RankMismatch | None = None
         begun, due, kept = False, False, dict[int, Tensor]()
         try:
-            with self.agreement.together("flush()"):
+            with self.agreement.together(call):
                 with suppress(UnsupportedParam):  # its update goes to the data of the plan, and the next step raises it
                     self._follow_moved()
                 conflict = self._changed_while_pending()
@@ -345,7 +345,7 @@ class BetweenSteps(Engine):
 
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
-        self.flush()
+        self.flush(call)
         self.agreement.raise_first_error(self._guard.tell_failure() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
@@ -395,7 +395,7 @@ class BetweenSteps(Engine):
                 self.placement.require_writable()
             if self.placement.predicts:  # parameters whose master is not in the state are to be the true ones
                 with suppress(StepPending):  # what was written to stays: the state is replaced anyway
-                    self.flush()
+                    self.flush("")
             if self.placement.pending:
                 log.warning(
                     "load_state_dict() has dropped a pending step; call opt.flush() before it to keep its update"

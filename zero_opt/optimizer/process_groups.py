@@ -47,6 +47,7 @@ class OwnGroups:
         """``hosts``: as for :class:`Group`."""
         several = None if parent is None or parent.size() == 1 else parent
         self.service: StateService | None = None
+        self._guard: StateGuard | None = None
         self._side: SideGroup | None = None
         self._exchanges: Mapping[str, Exchange] = {}
         self._thread: SerialThread | None = None
@@ -87,11 +88,13 @@ class OwnGroups:
         if self._side is not None and self._watch is not None and self.service is None:
             # No reference to the optimizer, so that it can be collected while its state is served.
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
-            self.service = StateService(self._side, guard, capture, self._watch)
+            self.service, self._guard = StateService(self._side, guard, capture, self._watch), guard
             self._limits.lift()
 
     def _leave(self) -> None:
-        """Leave training at once: no rank waits for this one, and this one waits for no other."""
+        """Leave training at once: no rank waits for this one or its state, and this one waits for no other."""
+        if self._guard is not None:
+            self._guard.finish()
         for exchange in self._exchanges.values():
             exchange.leave()
         for group in (self.control, self.reduce, self.gather):

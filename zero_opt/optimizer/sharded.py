@@ -235,7 +235,7 @@ class ShardedEngine(BetweenSteps):
         """Accept the user's writes to parameters if the values are equal on all ranks."""
         if not agreed.same_edits:
             if self._config.offload is not None:  # what differs is compared, and named, with no step pending
-                self.flush()
+                self.flush("")
                 edits = self.partition.edits()
             uneven = self.agreement.uneven_edits(edits)
             self.agreement.require_same_values(uneven, self.parts.params)

@@ -364,9 +364,9 @@ class StateService:
                     own.copy_to(targets[self._side.rank])
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
-                if error.__cause__ is None and self._lost is None:  # no connection has broken
-                    raise
-                known = self._watch.explain(backend_words(error), patience_s=_FAREWELL_S)
+                broken = error.__cause__ is not None or self._lost is not None
+                words, patience_s = (backend_words(error), _FAREWELL_S) if broken else ("", 0.0)
+                known = self._watch.explain(words, patience_s=patience_s)  # a rank may be behind since it has left
                 if known is None:
                     raise
                 raise known from error

@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from test.support.stepped import make_stepped
 
 
 class Historian(torch.optim.Optimizer):
@@ -72,6 +73,19 @@ def test_ranks_that_mean_different_ones_are_told(to: Any, what: str) -> None:
     kind, _, rest = what.partition(": ")
     assert messages[1].startswith(kind)
     assert rest.removeprefix("rank 1: ") in messages[1]
+
+
+def _consolidate_and_flush(rank: int, world_size: int) -> str:
+    _, optimizer = make_stepped(2, offload=zero_opt.WorkerOffload(delay=1))
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.flush() if rank else optimizer.consolidate_state_dict()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_it_is_named_where_another_rank_only_brings_in_a_pending_step() -> None:
+    for message in run_processes(2, _consolidate_and_flush):
+        assert message.startswith("rank 0 called consolidate_state_dict() where rank 1 called flush()")
 
 
 def _consolidate_and_close(rank: int, world_size: int) -> Any:

@@ -268,6 +268,36 @@ def test_a_rank_that_stays_behind_is_named() -> None:
     assert run_processes(2, _one_stays_behind)[0] == 1
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _one_has_left(rank: int, world_size: int) -> str:
+    """Rank 1 is interrupted at the end of a step that the others take."""
+    params, optimizer = make_stepped(2)
+    if rank == 1:
+        optimizer._engine._end_step = _interrupt  # type: ignore[union-attr, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            take_step(params, optimizer)
+        dist.barrier()
+        return ""
+    take_step(params, optimizer)
+    watch: Any = optimizer._engine._groups._watch  # type: ignore[union-attr]
+    while not watch.departures.knows(1):
+        time.sleep(0.01)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_behind_because_it_has_left_is_not_asked_to_go_on(world_size: int) -> None:
+    said = run_processes(world_size, _one_has_left)
+    for message in said[:1] + said[2:]:
+        assert message.startswith("rank 1 has left training after 2 steps, because an exception there")
+
+
 def _one_is_ahead(rank: int, world_size: int) -> Any:
     params, optimizer = make_stepped(2)
     said = ""

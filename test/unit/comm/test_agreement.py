@@ -132,6 +132,16 @@ def test_masks_travel_whole_whatever_the_number_of_params(params: int) -> None:
     assert agreed.used == mask
 
 
+def test_a_second_difference_counts_from_the_first() -> None:
+    theirs = [step_of_rank_1(StepReport(3, epoch, 0, 0, 3), 2)._other[0] for epoch in (2, 2)]
+    both = agreement(RecordedGroup(theirs))
+    with pytest.raises(StepDesync, match=r"since step 3 rank 1 .* 2 times and rank 0 0 times") as first:
+        both.agree_on_step(StepReport(3, 0, 0, 0, 3), 2)
+    assert first.value.epoch == 2
+    with pytest.raises(StepDesync, match=r"since the last StepDesync rank 1 .* 0 times and rank 0 1 times"):
+        both.agree_on_step(StepReport(3, 3, 0, 0, 3), 2)
+
+
 @pytest.mark.parametrize(
     ("theirs", "kind", "message"),
     [

@@ -145,12 +145,12 @@ class DTensorEngine(ShardedEngine):
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.largest.ranks)
 
-    def flush(self) -> None:
+    def flush(self, call: str = "flush()") -> None:
         if self.placement.pending:
             self._mesh.forget()
         self._follow()
         try:
-            super().flush()
+            super().flush(call)
         finally:
             self._view.note_writes()
 
