@@ -172,7 +172,7 @@ def error_of_rank(rank: int, name: str, message: str) -> ZeroOptError:
     """What stands here for an error of another rank, given the name of its class; one of ours if it is known."""
     kind = globals().get(name)
     if not (isinstance(kind, type) and issubclass(kind, ZeroOptError)):
-        kind = ZeroOptError
+        kind, message = ZeroOptError, f"{message} ({name})"
     return kind(f"rank {rank}: {message}")
 
 

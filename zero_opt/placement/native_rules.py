@@ -133,7 +133,8 @@ def require_fitting(
             wanted = "a number"
             fits = value.numel() == 1 and not value.is_meta if is_tensor else isinstance(value, (int, float))
         else:
-            wanted = f"a floating-point tensor of shape {tuple(shape)}"
+            part = f" or, of this rank's part alone, {tuple(shape)}" if shape != flat.shape else ""
+            wanted = f"a floating-point tensor of shape {tuple(flat.shape)}{part}"
             dense = is_tensor and value.layout is torch.strided and not value.is_meta
             fits = dense and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:

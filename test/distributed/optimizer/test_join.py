@@ -217,10 +217,10 @@ def _gathered_late(rank: int, world_size: int) -> list[Tensor]:
     gather = optimizer._engine.gather
     complete, steps = gather._gather, 2 + rank
 
-    def late(bucket: Any, ident: Any, **options: Any) -> Any:
+    def late(bucket: Any, ident: Any, *rest: Any, **options: Any) -> Any:
         if (rank, ident.step) == (1, steps - 1):
             time.sleep(0.3)
-        return complete(bucket, ident, **options)
+        return complete(bucket, ident, *rest, **options)
 
     gather._gather = late
     with Join([ddp, optimizer]):

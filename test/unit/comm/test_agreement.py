@@ -209,7 +209,7 @@ def test_ones_own_error_is_raised_as_it_is() -> None:
 
 def test_an_error_of_a_type_we_do_not_know_is_one_of_ours_elsewhere() -> None:
     other = json.dumps(["KeyError", "'lr'"]).encode()
-    with pytest.raises(ZeroOptError, match="rank 1: 'lr'"):
+    with pytest.raises(ZeroOptError, match=r"rank 1: 'lr' \(KeyError\)"):
         agreement(RecordedGroup([other])).raise_first_error(None)
 
 
