@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.background_thread import SerialThread
+from ..system.failures import on_failure
 from ..system.limits import NO_DESCRIPTORS, limit_in
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
@@ -121,17 +122,19 @@ class Connecting(Meeting):
         """
         super().__init__(parent, patience)
         self.come(partial(require_room, parent.size(), groups))
-        self.number, self._world_size = next(_numbers), parent.size()
+        self.number, self._world_size, self._given_up = next(_numbers), parent.size(), False
         self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
         """Return the store in which the ranks find each other for one of the groups."""
-        return _Addresses(default_store(f"{self.name}/{purpose}/addresses"), self)
+        return _Addresses(default_store(f"{self.name}/{purpose}/addresses"), self, purpose)
 
     def connected(self, make: Callable[[], Any]) -> Any:
         """Return the group that ``make`` returns once it is connected; calls it on a thread beside this one.
 
-        gloo tries for minutes to connect to a rank that has ended, and cannot be interrupted.
+        gloo tries for minutes to connect to a rank that has ended, and cannot be interrupted. Whatever ends the wait
+        here ends the thread's waits in Python too: one that lasts into the interpreter's exit crashes the process,
+        since gloo's frames are below it. See [Note: threads at exit].
 
         Raises:
             ProcessGroupError: it takes too long. ZeroOptError: a rank cannot connect, is stopped, or has ended.
@@ -147,9 +150,18 @@ class Connecting(Meeting):
                 )
 
         try:
-            return outcome(submitted(thread, make), lambda: look)
+            with on_failure(self._give_up):
+                return outcome(submitted(thread, make), lambda: look)
         finally:
             thread.close()
+
+    def _give_up(self) -> None:
+        self._given_up = True
+
+    def require_wanted(self) -> None:
+        """Raise ProcessGroupError once the thread that :meth:`connected` is called on has left it."""
+        if self._given_up:
+            raise ProcessGroupError("this rank has given up connecting")
 
     def wait_for(self, store: Any, keys: Sequence[str], look: Callable[[], None]) -> list[bytes]:
         """Return the values of keys, of which each ends with the number of the rank that writes it, once all are there.
@@ -173,28 +185,27 @@ class Connecting(Meeting):
                 "stopped, or its host does not answer; look at the ranks' logs, and restart all"
             )
 
-    def meet(self) -> None:
-        """Wait until all ranks have made their groups.
+    def meet(self, purpose: str = "made", look: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks have made their groups, or what else has a purpose.
+
+        Args:
+            look: as for :meth:`wait_for`; by default looks at the other ranks.
 
         Raises:
             ProcessGroupError: one has not, in time. ZeroOptError: one cannot.
         """
-        made, ranks = default_store(f"{self.name}/made"), [f"{rank}" for rank in range(self._world_size)]
+        made, ranks = default_store(f"{self.name}/{purpose}"), [f"{rank}" for rank in range(self._world_size)]
         self.ask(made.set, f"{self.rank}", "")
         self.ask(made.add, "count", 1)
-        self._wait(lambda: self.ask(made.add, "count", 0) == len(ranks), made, ranks, self.look)
-
-
-def _no_look() -> None:
-    """Do nothing: the thread that waits for the connections looks."""
+        self._wait(lambda: self.ask(made.add, "count", 0) == len(ranks), made, ranks, look or self.look)
 
 
 class _Addresses(c10d.Store):  # type: ignore[misc]
     """A store of addresses that ends the wait for a rank that does not connect, and for the store."""
 
-    def __init__(self, store: Any, connecting: Connecting) -> None:
+    def __init__(self, store: Any, connecting: Connecting, purpose: str) -> None:
         super().__init__()
-        self._store, self._connecting = store, connecting
+        self._store, self._connecting, self._purpose = store, connecting, purpose
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
@@ -214,7 +225,12 @@ class _Addresses(c10d.Store):  # type: ignore[misc]
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  (the group's)
         unknown = [key for key in keys if key not in self._known]
         if unknown:
-            self._known.update(zip(unknown, self._connecting.wait_for(self._store, unknown, _no_look), strict=True))
+            look = self._connecting.require_wanted  # the thread that waits for the connections looks at the ranks
+            self._known.update(zip(unknown, self._connecting.wait_for(self._store, unknown, look), strict=True))
+
+    def meet(self) -> None:
+        """Wait until all ranks have an address: gloo's wait for a rank to connect cannot be ended."""
+        self._connecting.meet(f"{self._purpose}/listens", self._connecting.require_wanted)
 
 
 @contextmanager

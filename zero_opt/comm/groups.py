@@ -28,7 +28,7 @@ from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
-from .lazy_gloo import all_gather, greetings, lazy_gloo, partners, swaps
+from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, partners, swaps
 from .peer_watch import WAIT, Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
@@ -185,15 +185,8 @@ class Group:
     def _new_gloo(self, addresses: Any, timeout: timedelta) -> Any:
         """Return a backend for tensors in host memory, connected as collectives need it."""
         gloo = lazy_gloo(addresses, self.rank, self.world_size, timeout)
-
-        def receive(tensor: Tensor, peer: int, tag: int) -> Any:
-            return gloo.recv([tensor], peer, tag)
-
-        def send(tensor: Tensor, peer: int, tag: int) -> Any:
-            return gloo.send([tensor], peer, tag)
-
-        for work, _ in greetings(send, receive, self._connected, _GREETINGS):
-            work.wait(timeout)
+        addresses.meet()
+        greet(gloo, self._connected, _GREETINGS, timeout)
         return gloo
 
     def _at_once(self) -> set[int]:

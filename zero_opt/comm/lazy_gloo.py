@@ -52,6 +52,19 @@ def greetings(send: Begin, receive: Begin, peers: Iterable[int], tag: int) -> li
     return [(begin(room, *call), room) for call in calls for begin in (receive, send) for room in [byte.clone()]]
 
 
+def greet(gloo: Any, peers: Iterable[int], tag: int, timeout: timedelta) -> None:
+    """Connect a backend to ranks, as :func:`greetings` does."""
+
+    def receive(tensor: Tensor, peer: int, tag: int) -> Any:
+        return gloo.recv([tensor], peer, tag)
+
+    def send(tensor: Tensor, peer: int, tag: int) -> Any:
+        return gloo.send([tensor], peer, tag)
+
+    for work, _ in greetings(send, receive, peers, tag):
+        work.wait(timeout)
+
+
 def partners(rank: int, size: int) -> set[int]:
     """Return the ranks at distances that are powers of two: whom collectives of gloo, and :func:`all_gather`, need."""
     distances = [1 << power for power in range((size - 1).bit_length())]

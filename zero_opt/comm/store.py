@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from .waits_beside import submitted
 # torch's own functions for groups; the private ones carry no types.
 c10d: Any = dist.distributed_c10d
 
-# Seconds that the store may take to answer.
-_ANSWER_S = 60.0
+# Seconds that the store may take to answer, and after which a thread that waits for it sees that nothing needs it.
+_ANSWER_S, _SLICES = 60.0, 240
 _ADVICE = "rank 0, or the launcher, serves it: look at whether that runs and its host is up, and restart all ranks"
 # What a call of the store raises where the store fails.
 STORE_ERRORS = (PeerLost, OutOfResources)
@@ -49,13 +49,10 @@ class StoreCalls:
                 this process keeps it from being written or opened.
         """
         try:
-            if self._silent:
-                raise NoAnswer
-            future: Future[_Answer] = submitted(self._thread, call, *arguments)
-            return future.result(_ANSWER_S)
-        except NoAnswer:
+            future: Future[_Answer] | None = None if self._silent else submitted(self._thread, call, *arguments)
+            if future is not None and self._answered(future):
+                return future.result(0)
             self._silent = True
-            raise PeerLost(f"the process group's store has not answered for {_ANSWER_S:.0f} s; {_ADVICE}") from None
         except dist.DistError as error:
             text = first_line(error)
             limit = limit_in(text)
@@ -64,6 +61,12 @@ class StoreCalls:
                     f"the process group's store fails in this process ({text}); raise the limit of {limit}"
                 ) from error
             raise PeerLost(f"the process group's store cannot be reached; {_ADVICE} ({text})") from error
+        raise PeerLost(f"the process group's store has not answered for {_ANSWER_S:.0f} s; {_ADVICE}")
+
+    def _answered(self, future: Future[_Answer]) -> bool:
+        """Wait for an answer until it is there, it takes too long, or the store is called no more."""
+        slices = (futures.wait([future], _ANSWER_S / _SLICES).done for _ in range(_SLICES))
+        return any(answered or self._thread.ended for answered in slices) and future.done()
 
     def close(self) -> None:
         """Call the store no more."""

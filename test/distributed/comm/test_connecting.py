@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +181,50 @@ def test_a_rank_that_is_killed_while_ranks_connect_ends_the_waits_of_the_others(
     for message, seconds in run_processes(3, _is_missing, place)[:-1]:
         assert message.startswith("ProcessGroupError: ") and "not all ranks have connected within 3 s" in message
         assert seconds < 5.0
+
+
+# Forks three ranks, of which rank 1 leaves as the others wait for its address, and prints their exit statuses. Ranks
+# end as programs do.
+LEFT_ALONE = """
+import os, signal, sys
+import torch, torch.distributed as dist, zero_opt
+from zero_opt.comm.connecting import Connecting
+
+def interrupt(*_): raise KeyboardInterrupt
+def kill(*_): os.kill(os.getpid(), signal.SIGKILL)
+
+def make():
+    return zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.5)
+
+folder, how = sys.argv[1:]
+pids = {}
+for rank in range(3):
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
+        first = make()
+        if rank == 1:
+            Connecting.connected = globals()[how]
+        try:
+            make()
+        except (zero_opt.PeerLost, KeyboardInterrupt):
+            sys.exit()
+        sys.exit("no error")
+    pids[pid] = rank
+found = {}
+for _ in range(3):
+    pid, status = os.wait()
+    found[pids[pid]] = os.waitstatus_to_exitcode(status)
+print(*(found[rank] for rank in range(3)))
+"""
+
+
+@pytest.mark.parametrize(("how", "statuses"), [("interrupt", "0 0 0"), ("kill", "0 -9 0")])
+def test_ranks_that_have_given_up_connecting_end_as_any_program(how: str, statuses: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEFT_ALONE, str(tmp_path), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert ended.stdout.split() == statuses.split(), ended.stderr
 
 
 def _cannot_start(rank: int, world_size: int) -> str:
