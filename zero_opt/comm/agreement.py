@@ -127,15 +127,10 @@ _NO_DIGEST = bytes(hashlib.sha256().digest_size)
 
 
 class Agreement:
-    """Comparisons of small facts over the control group. Every method but :meth:`reserve` is collective.
-
-    Attributes:
-        told: ``id`` of this rank's own error that it raises, once all ranks have been told of it.
-    """
+    """Comparisons of small facts over the control group. Every method but :meth:`reserve` is collective."""
 
     def __init__(self, group: Group, describe: Callable[[int], str]) -> None:
         self.group, self._describe = group, describe
-        self.told = 0
         self._even = (0, 0)  # the step and the epoch from which all ranks go on since the last StepDesync
 
     def reserve(self, param_count: int) -> None:
@@ -303,12 +298,10 @@ class Agreement:
         for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
             if not other:
                 continue
-            self.told = id(own or error)
-            if own is not None:
-                raise own
-            if rank == self.group.rank and error is not None:
-                raise error
-            raise error_of_rank(rank, *json.loads(other))
+            known = error if rank == self.group.rank else None
+            raised = own or known or error_of_rank(rank, *json.loads(other))
+            self.group.told = id(raised)
+            raise raised
 
     @contextmanager
     def together(self, call: str = "") -> Iterator[None]:

@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 import enum
+import json
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class How(enum.IntEnum):
@@ -143,3 +144,30 @@ class Departures:
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""
         self.leave = self.end = _no_connections
+
+
+class Posted:
+    """The first departure that a rank has announced in the store, until all ranks are in the ring."""
+
+    def __init__(self, departures: Departures, store: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
+        """``ask``: returns what a call of the store returns, or ``None``."""
+        self._departures, self._store, self._ask, self._over = departures, store, ask, False
+
+    def post(self, departure: Departure) -> None:
+        """Announce this rank's departure, unless another rank has announced its own."""
+        if not self._over:
+            self._ask(lambda: self._store.compare_set("departed", "", json.dumps(departure)))
+
+    def read(self) -> None:
+        """Hear of the departure, if there is one."""
+        said = None if self._over else self._ask(self._said)
+        if said:
+            rank, how, *rest = json.loads(said)
+            self._departures.hear(Departure(rank, How(how), *rest))
+
+    def _said(self) -> bytes:
+        return bytes(self._store.get("departed")) if self._store.check(["departed"]) else b""
+
+    def end(self) -> None:
+        """Ask the store no more: the ring tells of departures from here on."""
+        self._over = True

@@ -116,11 +116,13 @@ class Group:
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
         watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
         farewell: called before this rank breaks its connections.
+        told: ``id`` of the error that all ranks raise.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
     watch: Watch | None = None
     farewell: Callable[[], None] | None = None
+    told = 0
     _mesh: DeviceMesh | None = None
 
     def __init__(
@@ -249,7 +251,8 @@ class Group:
 
     def leave_interrupted(self, error: BaseException, what: str) -> None:
         """Leave training as :meth:`Watch.interrupted` does, unless the error says that this rank, or another, has."""
-        if self.watch is not None and not isinstance(error, (PeerLost, OptimizerClosed)):
+        known = isinstance(error, (PeerLost, OptimizerClosed)) or id(error) == self.told
+        if self.watch is not None and not known:
             self.watch.interrupted(error, what)
 
     @property

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost, PeerSilent
@@ -31,11 +30,10 @@ from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_peer, first_line, is_loss, network_failed, timed_out
-from .departures import Departure, Departures, How
+from .departures import Departure, Departures, How, Posted
 from .process_identity import ProcessIdentity
+from .slices import SLICE_S, done_within
 
-# Python sees Ctrl-C this often.
-SLICE_S = 0.05
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at, if they are no more than so many; more of them, less often.
@@ -67,20 +65,6 @@ def _go_on(ranks: Sequence[int]) -> str:
     return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
 
 
-def done_within(work: Any, seconds: float) -> bool:
-    """Wait for a collective of CPU tensors for so long at the most; whether it is over. Raises the backend's error."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-        return True
-    except RuntimeError as error:
-        if by_handler(error):
-            raise
-        if not work.is_completed():
-            return False
-    work.wait()  # over since: raises where it has failed
-    return True
-
-
 # What something else than what a rank waits for has ended.
 WAIT = "its wait for the other ranks in"
 
@@ -91,7 +75,7 @@ class Watch:
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
         awaited: the rank whose message an exchange has last waited for.
-        timeout_option: what users write to bound a wait.
+        posted: the departures in the store, until the ring begins. timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due.
     """
 
@@ -114,6 +98,7 @@ class Watch:
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self._warned = -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
+        self.posted = Posted(self.departures, store, self._ask)
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective of all ranks, and return when it is over.
@@ -149,7 +134,9 @@ class Watch:
         if self._given_up is not None:
             return
         with uninterrupted():
-            self.departures.tell(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
+            own = Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1)
+            self.posted.post(own)
+            self.departures.tell(own)
             self._leave(
                 f"{type(error).__name__} has ended {what} {self.where}; restart all ranks from the last checkpoint"
             )
@@ -338,6 +325,10 @@ class Watch:
         Args:
             text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
         """
+        self.posted.read()
+        if self.departures.knows(rank):
+            self.departures.leave()
+            return
         alive = self._lives(rank, _CLOSING_S if network_failed(text) else _ENDING_S)
         silent = rank not in self._near and not closed_by_peer(text)
         self.doubt(rank)
@@ -375,6 +366,7 @@ class Watch:
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
+            self.posted.read()
             waited, ended = time.monotonic() - begun, self.ended()
             if ended and self.departures.lost() is None:
                 self.departures.notice(Departure(ended[0], How.LOST))
@@ -455,6 +447,8 @@ class Stops:
         if now - self._looked < self._apart_s:
             return
         self._looked = now
+        if now - self._begun > self._watch.mark_after_s:
+            self._watch.posted.read()
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
         for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
             if now - since >= _ANNOUNCED_S:

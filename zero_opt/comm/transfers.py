@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import PeerLost
 from .backend_errors import backend_words, first_line, is_loss
-from .peer_watch import SLICE_S, done_within
+from .slices import SLICE_S, done_within
 
 if TYPE_CHECKING:
     from .groups import Group

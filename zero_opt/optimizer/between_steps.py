@@ -124,7 +124,7 @@ class BetweenSteps(Engine):
         It is not where the exception comes before the first message, so that this rank can repeat the call; nor where
         the other ranks raise it too, or learn of it as of a step's failure.
         """
-        calls, self._sends, self.agreement.told = self.group.calls, False, 0
+        calls, self._sends, self.group.told = self.group.calls, False, 0
         try:
             yield
             self._told_pending = False
@@ -132,7 +132,7 @@ class BetweenSteps(Engine):
             self._told_pending |= isinstance(error, StepPending)
             self._parted |= isinstance(error, PeerLost)
             alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
-            if alone and id(error) != self.agreement.told and error is not self._guard.failure:
+            if alone and id(error) != self.group.told and error is not self._guard.failure:
                 self._parted = True
                 self.group.leave_interrupted(error, f"{self._one_call.under_way} in")
             raise

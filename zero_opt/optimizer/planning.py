@@ -72,6 +72,7 @@ class Planner:
         parts.guard.commit(parts.count.step)
         with parts.agreement.together():  # until it serves, a rank can tell the others of no error but like this
             parts.groups.serve(parts.guard, parts.placement, parts.partition)
+        parts.groups.end_construction()
 
     def _cost_contents(self, added: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
         """Note what the step of each added parameter costs. Yield it as ranks compare it: owners follow from it."""

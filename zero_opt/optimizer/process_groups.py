@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ..comm.groups import Group, connect
 from ..comm.keepalive import HostLimits
 from ..comm.peer_watch import Watch
 from ..comm.side_group import SideGroup
+from ..errors import RankMismatch
 from ..placement import Placement
 from ..policies import Checks
 from ..sharding.partition import Partition
@@ -90,6 +92,24 @@ class OwnGroups:
             capture = partial(LocalState, placement, partition.flats, partition.buckets, partition.whole)
             self.service, self._guard = StateService(self._side, guard, capture, self._watch), guard
             self._limits.lift()
+
+    def end_construction(self) -> None:
+        """Note that all ranks serve their state, so that the ring tells of departures."""
+        if self._watch is not None:
+            self._watch.posted.end()
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """A context in which all ranks make an optimizer over these groups: the others hear of what ends it here alone.
+
+        A RankMismatch is raised on every rank.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankMismatch):
+                self.control.leave_interrupted(error, "ShardedOptimizer() in")
+            raise
 
     def _leave(self) -> None:
         """Leave training at once: no rank waits for this one or its state, and this one waits for no other."""

@@ -162,7 +162,7 @@ class ShardedEngine(BetweenSteps):
                 Join.notify_join_context(self._user)
             except RuntimeError as error:
                 if ends_join(error):
-                    self.agreement.told = id(error)
+                    self.group.told = id(error)
                 if not is_loss(error):
                     raise
                 lost = self.group.explain(first_line(error))

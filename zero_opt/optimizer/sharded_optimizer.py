@@ -115,7 +115,7 @@ class ShardedOptimizer(UnevenInputs):
             return
         groups = self._own_groups(parent, checks, mesh)
         agreement = Agreement(groups.control, self._describe)
-        with on_failure(groups.close), agreement.together("ShardedOptimizer()"):
+        with on_failure(groups.close), groups.announcing(), agreement.together("ShardedOptimizer()"):
             if error is not None:
                 raise error
             self._validate(params)
@@ -141,10 +141,10 @@ class ShardedOptimizer(UnevenInputs):
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
-        with on_failure(groups.close):
+        with on_failure(groups.close), groups.announcing():
             given = (self._config, groups, self)
             engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
-        with on_failure(engine.close):  # a traceback may keep it, and with it the worker and the trainer's cores
+        with on_failure(engine.close), groups.announcing():  # a traceback may keep it, with the worker and cores
             engine.add_groups()
         return engine
 
