@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -122,6 +122,10 @@ class Departures:
     def of(self, rank: int | None) -> Departure | None:
         """Return what is known of a rank that has left."""
         return None if rank is None else self._heard.get(rank)
+
+    def __iter__(self) -> Iterator[Departure]:
+        with self._lock:
+            return iter(list(self._heard.values()))
 
     def lost(self) -> Departure | None:
         """Return the first departure of a rank that was lost."""

@@ -6,9 +6,10 @@ number. All the numbers make a name. A rank that knows all of them says so under
 have. So nothing that an earlier process group has left in the store is taken for a rank. A rank that cannot go on
 leaves its error there, for ranks that come later too. Nothing is sent over the user's groups, which stay usable.
 
-A rank that has waited a second looks, again and again, for an error of another rank; for a rank that waits for it in
-another group; for ranks of its host that are stopped or have ended; and, where the user's group is gloo's, for
-connections of that group that are broken. Those to a host that is silent break too, see :class:`HostLimits`.
+A rank that has waited a second looks, again and again, for an error of another rank; for a rank whose program has
+ended, as the watch of an earlier optimizer may know; for a rank that waits for it in another group; for ranks of its
+host that are stopped or have ended; and, where the user's group is gloo's, for connections of that group that are
+broken. Those to a host that is silent break too, see :class:`HostLimits`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from ..system.interrupts import by_handler
 from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_timeout, first_line
+from .departures import How
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
@@ -67,6 +69,8 @@ Key = tuple[str, tuple[int, ...]]
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
 _met: WeakKeyDictionary[Any, Counter[Key]] = WeakKeyDictionary()
+# Per default store, the watches of this process that may hear of departures, and the global ranks that each watches.
+_watches: WeakKeyDictionary[Any, WeakKeyDictionary[Watch, Sequence[int]]] = WeakKeyDictionary()
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
@@ -260,8 +264,8 @@ class Meeting:
             self.ask(put)
 
     def look(self) -> None:
-        """Raise the error with which another rank has left, or that of a rank of this host that is stopped or dead."""
-        error = self.ask(self._heard)
+        """Raise the error with which another rank has left, or that of a rank that has ended, or is stopped."""
+        error = self.ask(self._heard) or self._ended()
         if error is not None:
             raise error
         if self._stops is not None:
@@ -304,6 +308,7 @@ class Meeting:
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
+            _watches.setdefault(c10d._get_default_store(), WeakKeyDictionary())[self.watch] = self._key[1]
             default_store(name).set(f"seen/{self.rank}", "")
             default_store(name).add(_COUNT, 1)
 
@@ -339,6 +344,22 @@ class Meeting:
             return PeerSilent(f"rank {rank} has given up waiting for this one in {self._call}; {self._come}")
         error = error_of_rank(rank, name, text)
         return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
+
+    def _ended(self) -> PeerLost | None:
+        """Return the error about a rank whose program has ended, as an earlier optimizer's watch has heard.
+
+        Its process may live on to serve that optimizer's state, with all its connections.
+        """
+        known, here = [*_watches.get(c10d._get_default_store(), WeakKeyDictionary()).items()], self._key[1]
+        heard = [(members[other.rank], other.how) for watch, members in known for other in watch.departures]
+        for member, how in heard:
+            if how in (How.ENDED, How.FAILED) and member in here:
+                by = " with an exception" * (how is How.FAILED)
+                return PeerLost(
+                    f"rank {here.index(member)} has ended its program{by} while another waited for it in {self._call}; "
+                    "look at its log, and restart all ranks"
+                )
+        return None
 
     def _elsewhere(self) -> RankMismatch | None:
         """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""

@@ -28,6 +28,7 @@ from zero_opt.comm import rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
+from zero_opt.state import process_exit
 
 MOST_SECONDS = 60
 
@@ -296,6 +297,31 @@ def test_a_rank_that_is_killed_in_construction_is_named(place: str) -> None:
         assert name == "PeerLost", text
         assert text.startswith("rank 1 "), text
         assert "has ended" in text
+
+
+def _program_ends(rank: int, world_size: int, call: str, failed: bool) -> str:
+    """Rank 1 ends its program, as far as it says, and its process lives on, with all connections of the user's."""
+    optimizer, said = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.Adam), ""
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_exit, "failed", lambda: failed)
+            process_exit.serve_to_the_end()  # returns once the other ranks have closed, unless the program has failed
+        _store_of_ranks().wait(["told 0", "told 2"], timedelta(seconds=PATIENCE_S))
+    else:
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            CALLS[call](rank)
+        said = str(caught.value)
+        _store_of_ranks().set(f"told {rank}", "")
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("failed", "how"), [(False, ""), (True, " with an exception")])
+def test_a_rank_whose_program_has_ended_is_not_waited_for(call: str, failed: bool, how: str) -> None:
+    first, _, last = run_processes(3, _program_ends, call, failed, group_timeout=60.0)
+    for said in (first, last):
+        assert said.startswith(f"rank 1 has ended its program{how} while another waited for it in {call};"), said
 
 
 def _server_is_stopped(rank: int, world_size: int, folder: Path) -> str:
