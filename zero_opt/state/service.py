@@ -391,7 +391,9 @@ class StateService:
 
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
-        return outcome(submitted(self._beside, call, *arguments), self._side.lookout)
+        asked = submitted(self._beside, call, *arguments)
+        with on_failure(self._beside.leave):  # a rank that does not answer may keep the thread for long
+            return outcome(asked, self._side.lookout)
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:

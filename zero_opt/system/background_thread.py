@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
+from weakref import WeakSet
 
 from .devices import thread_device
 from .phases import BusySeconds
@@ -26,6 +27,8 @@ _over = threading.Event()
 _threads = BackgroundThreads()
 # For each thread: its jobs, and a function that makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
+# Threads whose current call is needed no more.
+_left: WeakSet[threading.Thread] = WeakSet()
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: BusySeconds) -> None:
@@ -70,7 +73,7 @@ def _end_all() -> None:
     _over.set()
     for jobs, _ in dict(_running).values():
         jobs.put(None)
-    late = [_running[thread][1] for thread in _threads.join(_PATIENCE_S) if thread in _running]
+    late = [_running[thread][1] for thread in _threads.join(_PATIENCE_S, _left) if thread in _running]
     interrupts = [interrupt for interrupt in late if interrupt is not None]
     for interrupt in interrupts:
         interrupt()
@@ -150,9 +153,15 @@ class SerialThread:
             _threads.start(thread)
             self._thread = thread
             _running[thread] = (self._jobs, self._interrupt)
+        _left.discard(self._thread)
         future: Future[Any] = Future()
         self._jobs.put((future, lane, call, arguments))
         return future
+
+    def leave(self) -> None:
+        """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more."""
+        if self._thread is not None:
+            _left.add(self._thread)
 
     def idle_within(self, seconds: float) -> bool:
         """Return whether all that was submitted is over, after so many seconds at the most."""

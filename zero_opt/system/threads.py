@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Container
 
 from ..errors import OutOfResources
 from .extension import native, native_available
@@ -54,10 +55,14 @@ class BackgroundThreads:
                 self._listed.pop(thread, None)
         return list(self._listed)
 
-    def join(self, patience_s: float) -> list[threading.Thread]:
-        """Cancel timers, and wait at most ``patience_s`` seconds until all are dead; returns those that are not."""
+    def join(self, patience_s: float, besides: Container[threading.Thread] = ()) -> list[threading.Thread]:
+        """Cancel timers, and wait at most ``patience_s`` seconds until all are dead; returns those that are not.
+
+        Args:
+            besides: threads that are not waited for.
+        """
         deadline = time.monotonic() + patience_s
-        while alive := self.alive():  # a thread may have started another
+        while alive := [thread for thread in self.alive() if thread not in besides]:  # a thread may start another
             for thread in alive:
                 if isinstance(thread, threading.Timer):
                     thread.cancel()

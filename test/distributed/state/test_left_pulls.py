@@ -107,9 +107,11 @@ def _is_stopped_again_and_again(rank: int, world_size: int) -> tuple[int, int, l
                 optimizer.state_dict()
         waiting = sum(thread.name == "zero_opt state wait" for thread in threading.enumerate())
         assert asked._departures.unannounced
+        assert asked._beside._thread in background_thread._left  # or the exit would wait for it
         os.kill(pids[1], signal.SIGCONT)
         assert _step_of(optimizer) == 2
         assert not asked._departures.unannounced
+        assert asked._beside._thread not in background_thread._left
         store.set("told", "")
     dist.barrier()
     asks = opened.count(0)

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 
+from zero_opt.system import background_thread
 from zero_opt.system.background_thread import SerialThread
 
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -154,3 +155,29 @@ def test_other_threads_meet_no_finalizers_that_interpreter_exit_goes_through() -
     assert list(weakref.finalize._registry) == before  # type: ignore[attr-defined]
     thread.close()
     assert thread.ended
+
+
+LEAVES_A_CALL = """
+import threading
+from zero_opt.system import background_thread
+background_thread._PATIENCE_S = 3600.0
+thread, began = background_thread.SerialThread("left"), threading.Event()
+thread.submit(lambda: (began.set(), threading.Event().wait(3600.0)))
+began.wait(3600.0)
+thread.leave()
+"""
+
+
+def test_exit_does_not_wait_for_a_call_that_was_left() -> None:
+    subprocess.run([sys.executable, "-c", LEAVES_A_CALL], check=True, timeout=PATIENCE)
+
+
+def test_a_thread_that_was_left_is_waited_for_again_once_it_has_another_call() -> None:
+    thread = SerialThread("left")
+    thread.leave()  # before its first call
+    for _ in range(2):
+        assert thread.submit(int).result(PATIENCE) == 0
+        assert thread._thread not in background_thread._left
+        thread.leave()
+        assert thread._thread in background_thread._left
+    thread.close()
