@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -131,7 +132,6 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         """Copy the values of an edited state to the arrays."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
-            shard.forget_values([position])
             return False
         if self._pending is not None:
             raise StepPending(
@@ -144,12 +144,13 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         saved = {} if state is None else dict(state)
         require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
         require_squares_of(shard.flats[position].label, saved, shard.form)
-        in_place = isinstance(state, ReadThrough) and state is shard.state(position)
-        if not in_place:
+        in_place = state if isinstance(state, ReadThrough) and state is shard.state(position) else None
+        if in_place is None:
             shard.forget_views(position)
-        shard.load(position, saved)
+        with nullcontext() if in_place is None else in_place.settled():
+            shard.load(position, saved)
         self._written()
-        return not in_place
+        return in_place is None
 
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; a step under way ends, and is forgotten."""

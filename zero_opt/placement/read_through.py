@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -22,10 +23,14 @@ class MadeState(Mapping[str, Any]):
         """Bytes of what the values are made from."""
 
 
-class ReadThrough(MutableMapping[str, Any]):
-    """What users see of a state: values are made once and kept until :meth:`forget`.
+def _as_it_is(value: Any) -> tuple[Any, int, list[int]]:
+    return value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value])
 
-    So nothing written to them is lost: the next step takes over what is :meth:`edited`.
+
+class ReadThrough(MutableMapping[str, Any]):
+    """What users see of a state: values are made once and kept until :meth:`forget`, as a step changes the state.
+
+    So nothing written to them before the step is lost: what is :meth:`edited` is adopted, and :meth:`settled`.
     """
 
     def __init__(self, saved: MadeState) -> None:
@@ -48,7 +53,7 @@ class ReadThrough(MutableMapping[str, Any]):
             with outside_inference_mode():  # users may write to it later
                 value = self._saved[key]
             self._values[key] = value
-            self._made[key] = (value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value]))
+            self._made[key] = _as_it_is(value)
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -70,6 +75,13 @@ class ReadThrough(MutableMapping[str, Any]):
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> ReadThrough:  # type: ignore[misc]  # ``|`` makes a dict
+        self.update(other)
+        return self
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -104,6 +116,15 @@ class ReadThrough(MutableMapping[str, Any]):
         if value is not made:
             return True
         return isinstance(value, Tensor) and (version_of(value) != version or addresses([value]) != places)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """A context that adopts the values: they stay, and whatever is written to them after it is another edit."""
+        values = dict(self._values)
+        yield
+        self._values = values
+        self._made = {key: _as_it_is(value) for key, value in values.items()}
+        self._dropped.clear()
 
     def forget(self) -> None:
         """Show what there is now."""

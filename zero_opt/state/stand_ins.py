@@ -6,8 +6,8 @@ used, not from its values. So a step of a few zeros makes the owners' scalars, t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from ..layout import indices_of
 from ..placement import PlacementPolicy
 from ..placement.native_rules import ADAM_CLASSES
 from ..sharding.param_groups import hypers_of
+from .alike_entries import AlikeEntries
 from .state_dict import apart
 from .trial import Trial, is_known
 
@@ -76,8 +77,8 @@ class StandIns:
     """Entries in the owner's ``state`` for parameters without a slice on this rank. No method is collective.
 
     The entries are all the state there is: what the user puts into one counts from that parameter's next step on.
-    Parameters that were used alike hold the same objects, so one step of zeros serves all of them. Parameters of a
-    class of which nothing is known have no entries, nor have those that the class cannot step: an owner says why.
+    Parameters that were used alike are stepped together, by one step of zeros. Parameters of a class of which nothing
+    is known have no entries, nor have those that the class cannot step: an owner says why.
 
     Args:
         params: all parameters, by global index.
@@ -92,19 +93,16 @@ class StandIns:
     ) -> None:
         self._class, self._defaults, self._known = cls, dict(defaults), is_known(cls)
         self._owner, self._params = owner, params
-        self._members: dict[Kind, list[int]] = {}
+        self._alike: dict[Kind, list[AlikeEntries]] = {}
         self._trials: dict[Kind, Trial] = {}
         self._entered: set[int] = set()  # what had an entry when that was last looked at
-        self._sharing: dict[Kind, list[tuple[list[int], bool]]] = {}  # see _alike()
 
     def add(self, kinds: Mapping[int, Kind]) -> None:
         """Stand in for more parameters, given by global index."""
         for kind in set(kinds.values()) if self._known else ():
             members = [index for index, other in kinds.items() if other == kind]
             trial = self._trials[kind] = self._new_trial(kind)
-            self._members.setdefault(kind, []).extend(members)
-            self._sharing.clear()
-            self._enter(members, self._first_entry(kind, {}))
+            self._alike.setdefault(kind, []).append(self._enter(members, self._first_entry(kind, {})))
             with suppress(Exception):  # whatever a class raises
                 trial.step()  # shows which of the state are no scalars
 
@@ -117,83 +115,77 @@ class StandIns:
         hypers = hypers_of(self._owner.param_groups[kind.group])
         return {key: value.to(kind.device) if isinstance(value, Tensor) else value for key, value in hypers.items()}
 
-    def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> None:
+    def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> AlikeEntries:
         """Let the user see this state of ``members``."""
-        for index in members if entry else ():
-            self._owner.state[self._params[index]] = dict(entry)
-            self._entered.add(index)
+        self._entered.update(members if entry else ())
+        return AlikeEntries(self._owner.state, self._params, members, entry)
 
     def step(self, used: int, *, edited: bool = True) -> None:
         """Do for the entries what a step of the owners does.
 
         Args:
             used: bit per global index, whether any rank had a gradient.
-            edited: the user may have edited entries since the last step.
+            edited: the user may have put other objects into entries since the last step.
         """
-        if edited:
-            self._sharing.clear()
-        stepped_here = indices_of(used)
-        for kind in self._members:
-            sharing = list[tuple[list[int], bool]]()
-            for alike, tangled in self._alike(kind):
-                stepped = (
-                    alike if stepped_here.issuperset(alike) else [index for index in alike if index in stepped_here]
-                )
-                others = [] if stepped is alike else [index for index in alike if index not in stepped_here]
-                if stepped:
-                    self._step(kind, stepped, copies=tangled or bool(others))
-                sharing += [(members, tangled) for members in (stepped, others) if members]
-            self._sharing[kind] = sharing
+        stepped = indices_of(used)
+        for kind, known in self._alike.items():
+            as_seen = [part for alike in known for part in self._as_seen(alike, objects=edited)]
+            self._alike[kind] = [part for alike in as_seen for part in self._stepped(kind, alike, stepped)]
 
-    def _alike(self, kind: Kind) -> list[tuple[list[int], bool]]:
-        """Return the members of a kind, those together whose entries hold the same objects.
+    def _as_seen(self, alike: AlikeEntries, *, objects: bool) -> list[AlikeEntries]:
+        """Return these entries as the user has left them, those together that have equal scalars."""
+        if not alike.are_edited(objects=objects):
+            return [alike]
+        state, params = self._owner.state, self._params
+        entries = {index: state.get(params[index]) or _NOTHING for index in alike.members}
+        return [
+            self._enter(members, {key: apart(value) for key, value in entries[members[0]].items()})
+            for members in _with_equal_scalars(entries)
+        ]
 
-        Beside them, whether others hold some of these objects: the user may have replaced the rest of an entry.
-        """
-        if kind not in self._sharing:
-            state, params = self._owner.state, self._params
-            sharing: dict[tuple[Any, ...], list[int]] = {}
-            holders: Counter[int] = Counter()  # by id of a value, of groups of members
-            for index in self._members[kind]:
-                entry = state.get(params[index]) or _NOTHING
-                sharing.setdefault((*entry, *map(id, entry.values())), []).append(index)
-            values = [set(objects[len(objects) // 2 :]) for objects in sharing]
-            for held in values:
-                holders.update(held)
-            tangled = (any(holders[value] > 1 for value in held) for held in values)
-            self._sharing[kind] = list(zip(sharing.values(), tangled, strict=True))
-        return self._sharing[kind]
+    def _stepped(self, kind: Kind, alike: AlikeEntries, used: frozenset[int]) -> Iterator[AlikeEntries]:
+        """Step these entries, as far as they are of ``used`` parameters. Yields all of them."""
+        members, entry = alike.members, alike.entry
+        stepped = members if used.issuperset(members) else [index for index in members if index in used]
+        if stepped and stepped is not members:
+            alike.leave_to([index for index in members if index not in used])
+            entry = {key: apart(value) for key, value in entry.items()}
+        after = self._after_a_step(kind, entry) if stepped else None
+        if stepped is not members:
+            yield alike
+            if stepped:
+                yield self._enter(stepped, entry if after is None else after)
+        elif after is None or alike.follow(after):
+            yield alike
+        else:
+            yield self._enter(stepped, after)
 
-    def _step(self, kind: Kind, members: Sequence[int], *, copies: bool) -> None:
-        """Step the entries of ``members``, which hold the same objects; others hold them too if it steps ``copies``."""
-        trial, entry = self._trials[kind], self._owner.state.get(self._params[members[0]]) or _NOTHING
-        state = _with_elements(entry, trial)
+    def _after_a_step(self, kind: Kind, entry: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what a step makes of an entry, in place where the class steps so; ``None`` if it cannot step it."""
+        trial = self._trials[kind]
         trial.optimizer.param_groups[0].update(self._hypers(kind))
-        trial.optimizer.state[trial.param] = {k: apart(v) for k, v in state.items()} if copies else state
+        trial.optimizer.state[trial.param] = _with_elements(entry, trial)
         with suppress(Exception):
             trial.step()
-            after = _without_elements(trial.state, entry)
-            if after.keys() != entry.keys() or any(entry[key] is not value for key, value in after.items()):
-                self._enter(members, after)
+            return _without_elements(trial.state, entry)
+        return None
 
     def take_dropped(self) -> set[int]:
         """Return the parameters whose entries the user has dropped since the last call."""
         before, state, params = self._entered, self._owner.state, self._params
-        indices = chain(*self._members.values())
+        indices = chain(*(alike.members for known in self._alike.values() for alike in known))
         self._entered = {index for index in indices if (state.get(params[index]) or _NOTHING).keys()}
         return before - self._entered
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Enter the scalars of full-shape state, by global index, where there are no entries yet."""
         self._entered.clear()
-        self._sharing.clear()
-        for kind, members in self._members.items():
-            equal: dict[str, list[int]] = {}
-            for index in members:
-                scalars = [(key, _number(value)) for key, value in states.get(index, _NOTHING).items()]
-                equal.setdefault(repr(scalars), []).append(index)
-            for alike in equal.values():
-                self._enter(alike, self._first_entry(kind, states.get(alike[0], {})))
+        for kind, known in self._alike.items():
+            loaded = {index: states.get(index, _NOTHING) for alike in known for index in alike.members}
+            self._alike[kind] = [
+                self._enter(members, self._first_entry(kind, loaded[members[0]]))
+                for members in _with_equal_scalars(loaded)
+            ]
 
     def _first_entry(self, kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the class makes of a parameter's saved state; of none, what it makes when it is constructed."""
@@ -203,6 +195,14 @@ class StandIns:
             packed = made.optimizer.state_dict()["param_groups"]
             made.optimizer.load_state_dict({"state": {0: saved}, "param_groups": packed})
         return _without_elements(made.state, {})
+
+
+def _with_equal_scalars(entries: Mapping[int, Mapping[str, Any]]) -> Iterable[list[int]]:
+    """Return the keys of ``entries``, those together of entries with equal scalars."""
+    equal = defaultdict[str, list[int]](list)
+    for index, entry in entries.items():
+        equal[repr([(key, _number(value)) for key, value in entry.items()])].append(index)
+    return equal.values()
 
 
 def _number(value: Any) -> Any:

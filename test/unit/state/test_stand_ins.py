@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zero_opt.layout import mask_of
@@ -78,6 +80,33 @@ def test_edits_count_from_the_next_step_on() -> None:
     elsewhere.step(0, 1, 2, 3)
     elsewhere.compare()
     assert [float(elsewhere.owner.state[param]["step"]) for param in elsewhere.params] == [2, 8, 2, 4]
+
+
+@given(
+    name=st.sampled_from(["AdamW", "NAdam", "Adagrad"]),
+    calls=st.lists(
+        st.one_of(
+            st.sets(st.integers(0, 3)),  # the parameters that a step uses
+            st.tuples(st.sampled_from(["add_", "fill_", "replace"]), st.integers(0, 3), st.integers(0, 5)),
+        ),
+        max_size=8,
+    ),
+)
+def test_an_edit_is_that_of_one_entry_alone(name: str, calls: list[Any]) -> None:
+    elsewhere = Elsewhere(getattr(torch.optim, name), lr=0.1)
+    elsewhere.step(0, 1, 2, 3)
+    for call in calls:
+        if isinstance(call, set):
+            elsewhere.step(*call)
+        else:
+            how, index, number = call
+            for state in (elsewhere.owner.state, elsewhere.plain.state):
+                entry = state[elsewhere.params[index]]
+                if how == "replace":
+                    entry["step"] = torch.tensor(float(number))
+                else:
+                    getattr(entry["step"], how)(number)
+        elsewhere.compare()
 
 
 def test_a_value_that_entries_share_is_stepped_once_where_others_of_theirs_are_replaced() -> None:

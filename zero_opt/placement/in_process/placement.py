@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,8 @@ class DevicePlacement(SlicePlacement[Unit]):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         inner = self._optimizer
+        for shown in self._shown.values():
+            shown.forget()
         self._load_mirrors()
         for outer, own in zip(groups, inner.param_groups, strict=True):
             hypers = hypers_of(outer)
@@ -294,8 +296,9 @@ class DevicePlacement(SlicePlacement[Unit]):
     def _adopt_values(self, index: int, state: ParamState) -> bool:
         """As :meth:`adopt_state`, of a compact state, for values in torch's form."""
         shown, (unit, position) = self._shown.get(index), self._places[index]
-        edited = state is not shown or shown.edited()
-        if edited:
+        if state is shown and not shown.edited():
+            return False
+        with shown.settled() if state is shown else nullcontext():
             require_own_master(unit.flats[position].label, state, unit.form)
             group = self._optimizer.param_groups[unit.pieces[position].group]
             stepped, values = unit.stepped[position], dict(state)
@@ -305,7 +308,6 @@ class DevicePlacement(SlicePlacement[Unit]):
             unit.take_master(position, values)
             self._optimizer.state[stepped] = unit.compact_state(position, values)
         if state is shown:
-            shown.forget()
             return False
         self._shown.pop(index, None)
         self._held.forget()

@@ -181,7 +181,6 @@ class SelectivePlacement(Placement):
             return self._small.adopt_state(index, state)
         shown, column_slice = self._shown[index], self._slices[index]
         if state is shown and not shown.edited():
-            shown.forget()
             return False
         if state is None and not column_slice.stepped:
             return False
@@ -193,8 +192,10 @@ class SelectivePlacement(Placement):
         saved = {} if state is None else dict(state)
         roles = self._roles[column_slice.group]
         require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
-        self._load_slice(index, saved, column_slice.columns.chosen)
-        shown.forget()
+        if state is not shown:
+            shown.forget()
+        with shown.settled():
+            self._load_slice(index, saved, column_slice.columns.chosen)
         return state is not shown
 
     def param_of(self, index: int) -> Tensor:
@@ -316,6 +317,8 @@ class SelectivePlacement(Placement):
     ) -> Iterator[int]:
         closes, left = self._schedule.closes, deque(self._updated)
         self._schedule.stepped()  # also where the step fails: the other ranks count it
+        for shown in self._shown.values():
+            shown.forget()
         for _ in self.bring_in():
             pass
         for index, column_slice in self._slices.items():
@@ -373,6 +376,8 @@ class SelectivePlacement(Placement):
         for bucket in self._buckets.values():
             for flat in bucket.params:
                 flat.load()
+        for shown in self._shown.values() if self.pending else ():
+            shown.forget()
         yield from self._written_over(self._inner.bring_in())
         self._arriving = {}
 
