@@ -10,8 +10,6 @@ from torch import Tensor
 from ..system.inference_mode import outside_inference_mode, version_of
 from ..system.same_objects import SameObjects
 
-_State = MutableMapping[Tensor, Any]
-
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
@@ -28,7 +26,11 @@ class AlikeEntries:
     """
 
     def __init__(
-        self, state: _State, params: Sequence[Tensor], members: Sequence[int], entry: Mapping[str, Any]
+        self,
+        state: MutableMapping[Tensor, Any],
+        params: Sequence[Tensor],
+        members: Sequence[int],
+        entry: Mapping[str, Any],
     ) -> None:
         self._state, self._params = state, params
         self.members, self.entry = members, dict(entry)
