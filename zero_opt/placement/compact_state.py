@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import StateDictError
@@ -97,6 +98,10 @@ class PlainForm(MadeState):
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self._stored().values() if isinstance(value, Tensor))
+
+    def is_live(self, key: str) -> bool:
+        value = self._stored().get(key)
+        return isinstance(value, Tensor) and value.dtype is torch.float32
 
     def as_stored(self) -> dict[str, Any]:
         """Return the state as it is stored, elements in the shape that users see; see :func:`code_key`."""

@@ -132,6 +132,8 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         """Copy the values of an edited state to the arrays."""
         shard, position = self._places[index]
         if state is not None and not shard.replaced(position, state):
+            if isinstance(state, ReadThrough):
+                state.forget_live()
             return False
         if self._pending is not None:
             raise StepPending(

@@ -22,6 +22,10 @@ class MadeState(Mapping[str, Any]):
     def nbytes(self) -> int:
         """Bytes of what the values are made from."""
 
+    def is_live(self, key: str) -> bool:  # noqa: ARG002  (of the protocol)
+        """Return whether a value is the state's own memory, where a write counts at once, and others write too."""
+        return False
+
 
 def _as_it_is(value: Any) -> tuple[Any, int, list[int]]:
     return value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value])
@@ -120,11 +124,18 @@ class ReadThrough(MutableMapping[str, Any]):
     @contextmanager
     def settled(self) -> Iterator[None]:
         """A context that adopts the values: they stay, and whatever is written to them after it is another edit."""
+        self.forget_live()
         values = dict(self._values)
         yield
         self._values = values
         self._made = {key: _as_it_is(value) for key, value in values.items()}
         self._dropped.clear()
+
+    def forget_live(self) -> None:
+        """Show what there is now of values in the state's own memory: what users write to these needs no adoption."""
+        for key in [key for key, (value, _, _) in self._made.items() if self._values.get(key) is value]:
+            if self._saved.is_live(key):
+                del self._values[key], self._made[key]
 
     def forget(self) -> None:
         """Show what there is now."""

@@ -297,6 +297,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         """As :meth:`adopt_state`, of a compact state, for values in torch's form."""
         shown, (unit, position) = self._shown.get(index), self._places[index]
         if state is shown and not shown.edited():
+            shown.forget_live()
             return False
         with shown.settled() if state is shown else nullcontext():
             require_own_master(unit.flats[position].label, state, unit.form)

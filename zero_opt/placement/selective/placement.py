@@ -181,6 +181,7 @@ class SelectivePlacement(Placement):
             return self._small.adopt_state(index, state)
         shown, column_slice = self._shown[index], self._slices[index]
         if state is shown and not shown.edited():
+            shown.forget_live()
             return False
         if state is None and not column_slice.stepped:
             return False
