@@ -404,7 +404,8 @@ def value_digest(param: Tensor) -> str:
     The bytes are summed as integers by rows and by columns of a matrix, and both sums are hashed.
     """
     with torch.no_grad():
-        flat = param.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        dense = param.detach().resolve_conj().resolve_neg().contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,))  # of one element, which may have any stride
         raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
         if raw.storage_offset() % 4:  # a view of a larger tensor, where words cannot be seen
             raw = raw.clone()

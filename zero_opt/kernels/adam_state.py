@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import StateDictError, StateDictTypeError, quoted
 from ..policies import AdamState
 from ..system.extension import native
-from .checks import DTYPE_NAMES, is_number_of_steps, oddity
+from .checks import DTYPE_NAMES, is_number_of_steps, oddity, storage_order
 from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays
 from .updates import NativeUpdate, given_arrays
 
@@ -41,8 +41,8 @@ def prefer_huge_pages(fresh: Tensor) -> None:
 
 
 def _like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of the param's shape and strides, in huge pages where there are such."""
-    fresh = torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    """Return zeros of the param's shape, in the order that a run has, in huge pages where there are such."""
+    fresh = torch.empty_strided(param.shape, storage_order(param), dtype=dtype, device=param.device)
     prefer_huge_pages(fresh)
     return fresh.zero_()
 
@@ -58,7 +58,7 @@ def _new_arrays(like: Tensor, form: AdamState, roles: Iterable[str]) -> dict[str
 def new_state(
     update: NativeUpdate, param: Tensor, form: AdamState, roles: Sequence[str], *, first: float = 0.0
 ) -> dict[str, Any]:
-    """Return a new state, in torch's own order: step fp32 0-dim, the rest as the param in shape and strides.
+    """Return a new state, in torch's own order: step fp32 0-dim, the rest in the param's shape and order.
 
     Args:
         roles: which of the update's arrays it has. first: what their elements are.

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, quoted
 from ..system.extension import native
-from .strides import is_dense, overlaps
+from .strides import contiguous_strides, is_dense, overlaps
 
 FLOAT32 = (torch.float32,)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -238,10 +238,13 @@ def _addresses(tensor: Tensor) -> Tensor:
 
 
 def storage_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides in which a run covers this tensor: its own if they are dense, else those of a clone."""
+    """Return the strides in which a run covers this tensor: its own if they are dense, else row-major ones.
+
+    So blocks of 8-bit moments are the same here and in shards.
+    """
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor.stride()
-    return torch.empty_like(tensor, device="meta").stride()
+    return contiguous_strides(tensor.shape)
 
 
 def has_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:

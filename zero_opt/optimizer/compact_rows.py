@@ -190,9 +190,10 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
     from ..state.row_sharded import Rows, full_of  # take seconds to import, and few need them
 
     plain = {key: value for key, value in entry.items() if key not in STORED_KEYS}
-    low = Rows.of(entry["remainder"], group) if "remainder" in entry else None
+    order = element_order(param.shape, param.stride())  # of blocks; a file may have the codes in another
+    low = Rows.of(entry["remainder"], order, group) if "remainder" in entry else None
     if CODES[0] in entry:
-        codes = [Rows.of(entry[key], group) for key in CODES]
+        codes = [Rows.of(entry[key], order, group) for key in CODES]
         bases = [full_of(entry[key]).cpu() for key in BASES]
         span = codes[0].span
         blocks = slice(span.start // BLOCK_NUMEL, max(blocks_of(span.stop), span.start // BLOCK_NUMEL))
@@ -203,7 +204,7 @@ def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[s
         moments = unpacked(runs, [base[blocks] for base in bases], lead) if span.numel else [r.float() for r in runs]
         plain.update(zip(MOMENTS, (codes[0].with_values(run, group) for run in moments), strict=True))
     if low is not None:
-        high = Rows.whole(param).run[low.span.start : low.span.stop]
+        high = Rows.whole(param, order).run[low.span.start : low.span.stop]
         if high.numel() != low.span.numel:
             raise StateDictError(_CUT_APART.format("remainder", tuple(param.shape)))
         plain["master"] = low.with_values(joined_master(high, low.run), group)

@@ -272,7 +272,7 @@ class Rows(NamedTuple):
     """Elements of a saved tensor that are here: all of it, or this rank's rows.
 
     Attributes:
-        run: the elements, 1-D, in the tensor's order of memory. span: which these are. cut: whether they are rows.
+        run: the elements, 1-D, in the order of the layout. span: which these are. cut: whether they are rows.
     """
 
     layout: RowLayout
@@ -281,25 +281,29 @@ class Rows(NamedTuple):
     cut: bool
 
     @classmethod
-    def of(cls, value: Tensor, group: Group) -> Rows:
-        """Return what is here of a tensor that :func:`blank` made; of any other, all of it. Collective."""
+    def of(cls, value: Tensor, order: tuple[int, ...], group: Group) -> Rows:
+        """Return what is here of a tensor that :func:`blank` made; of any other, all of it. Collective.
+
+        Args:
+            order: strides, as :func:`element_order` returns them, of the order that the elements are to have.
+        """
         if not isinstance(value, DTensor):
-            return cls.whole(value)
+            return cls.whole(value, order)
         layout = _layout_of(value)
-        if not layout.shape or not layout.numel or value.placements != (Shard(layout.dim),):
-            return cls.whole(full_of(value))
+        by_rows = layout.shape and layout.numel and value.placements == (Shard(layout.dim),)
+        if not by_rows or element_order(value.shape, value.stride()) != order:
+            return cls.whole(full_of(value), order)
         span = layout.run(group.rank, group.world_size)
         run = torch.empty(span.numel, dtype=layout.dtype, device="cpu")
         layout.rows(run).copy_(value.to_local().detach())
         return cls(layout, run, span, cut=True)
 
     @classmethod
-    def whole(cls, value: Tensor) -> Rows:
-        """Return all elements of a tensor."""
-        strides = element_order(value.shape, value.stride())
+    def whole(cls, value: Tensor, order: tuple[int, ...]) -> Rows:
+        """Return all elements of a tensor, in an order as for :meth:`of`."""
         run = torch.empty(value.numel(), dtype=value.dtype, device="cpu")
-        run.as_strided(value.shape, strides).copy_(value.detach())
-        return cls(RowLayout(tuple(value.shape), strides, value.dtype), run, Span(0, value.numel()), cut=False)
+        run.as_strided(value.shape, order).copy_(value.detach())
+        return cls(RowLayout(tuple(value.shape), order, value.dtype), run, Span(0, value.numel()), cut=False)
 
     def with_values(self, run: Tensor, group: Group) -> Tensor:
         """Return a tensor like that which these elements are of, with other values."""

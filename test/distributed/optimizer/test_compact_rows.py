@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from itertools import islice
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zero_opt
 from test.support.compact_training import FORMS, Form, backward, groups_of, make_optimizer, make_params, plain_steps
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 from test.support.scenario import values as numbers
+from zero_opt.state.row_sharded import full_of
 
 BEFORE, AFTER = 5, 4
 REDUCTION = zero_opt.Overlapped(BUCKET_MB)
@@ -92,6 +96,66 @@ def test_saved_at_three_ranks_and_resumed_at_others(first: str, then: str, world
         for run in runs:
             assert_bitwise(run[number][1], [param.detach() for param in params], f"{name}, {number}")
         assert_bitwise(state, plain.state_dict()["state"], f"{name}, {number}, state")
+
+
+def _in_layouts(dtype: torch.dtype) -> list[nn.Parameter]:
+    made = [
+        numbers(1, 0, 0, 0, (20, 33)),
+        numbers(1, 0, 0, 1, (33, 20)).t(),
+        numbers(1, 0, 0, 2, (2, 64, 4, 5)).to(memory_format=torch.channels_last),
+        numbers(1, 0, 0, 3, (8, 64, 1, 1)).to(memory_format=torch.channels_last),
+        numbers(1, 0, 0, 4, (33, 40))[:, ::2].t(),
+        numbers(1, 0, 0, 5, (1, 130)).t(),
+        numbers(1, 0, 0, 6, ()),
+    ]
+    return [nn.Parameter(value.to(dtype)) for value in made]
+
+
+def _made_full(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Save parameters of any layout, and load full tensors in the ways there are to make them."""
+    states = {}
+    for name, form in FORMS.items():
+        params = _in_layouts(form.dtype)
+        optimizer = zero_opt.ShardedOptimizer(params, zero_opt.CPUAdamW, state=form.state)
+        torch.autograd.backward(params, [torch.sin(9 * param.detach()) for param in params])
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+        dcp.save({"opt": saved}, checkpoint_id=folder / name)
+        if rank == 0:
+            dcp_to_torch_save(folder / name, folder / f"{name}.pt")
+        dist.barrier()
+        full = {
+            i: {k: full_of(v) if isinstance(v, Tensor) else v for k, v in e.items()} for i, e in saved["state"].items()
+        }
+        row_major = {
+            i: {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in e.items()} for i, e in full.items()
+        }
+        file = torch.load(folder / f"{name}.pt", weights_only=True)["opt"]
+        for made in ({**saved, "state": full}, {**saved, "state": row_major}, file, saved):
+            zero_opt.load_sharded_state_dict(optimizer, made)
+            assert_bitwise(optimizer.state_dict()["state"], before, name)
+        states[name] = before, [param.detach() for param in params]
+        optimizer.close()
+    return states
+
+
+def _load_file(rank: int, world_size: int, saved: dict[str, Any], folder: Path) -> None:
+    for name, (state, values) in saved.items():
+        params = _in_layouts(FORMS[name].dtype)
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        optimizer = zero_opt.ShardedOptimizer(params, zero_opt.CPUAdamW, state=FORMS[name].state)
+        zero_opt.load_sharded_state_dict(optimizer, torch.load(folder / f"{name}.pt", weights_only=True)["opt"])
+        assert_bitwise(optimizer.state_dict()["state"], state, name)
+        optimizer.close()
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 3), (3, 1)])
+def test_full_tensors_of_parameters_in_any_layout(first: int, then: int, tmp_path: Path) -> None:
+    saved = run_processes(first, _made_full, tmp_path)[0]
+    run_processes(then, _load_file, saved, tmp_path)
 
 
 def test_a_compact_checkpoint_is_as_small_as_the_state() -> None:
