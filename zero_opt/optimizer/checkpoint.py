@@ -15,7 +15,7 @@ from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
 from ..state.state_dict import StateDict, pack_groups
-from .compact_rows import check_entry, half_digest, is_stored, order_of, plain_entry
+from .compact_rows import check_entry, half_digest, is_half, is_stored, order_of, plain_entry
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
 
@@ -47,9 +47,9 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
             where values in torch's form take 8 or 12. :func:`load_sharded_state_dict` alone reads that, at any world
             size, into an optimizer of any form; but ``torch.distributed.checkpoint.load`` fills only a dict that was
             made with the saved form. A run in the same form goes on to the bit. Load the model first: its bf16
-            parameters are half of split masters, and others than were saved are a StateDictError (of DTensors that is
-            not known). Parameters that are DTensors need the same on both sides, and 8-bit moments of those that are
-            not cut between whole blocks of 64 elements are saved in torch's form.
+            parameters are half of split masters, and others than were saved are a StateDictError. Parameters that are
+            DTensors need the same on both sides, and 8-bit moments of those that are not cut between whole blocks of 64
+            elements are saved in torch's form.
 
     Returns:
         A dict with ``"state"``, by the number of the parameter, ``"param_groups"`` and ``"with_state"``; if compact,
@@ -74,7 +74,9 @@ def _state_by_rows(optimizer: ShardedOptimizer, *, compact: bool) -> StateDict:
     known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
     groups, orders = pack_groups(optimizer.param_groups), dict[int, list[int]]()
     params = _params_as_planned(optimizer)
-    halves = {index: half_digest(entry, params[index]) for index, entry in sorted(state.items())}
+    halved = {index: params[index] for index, entry in state.items() if is_half(entry)}
+    sums = optimizer._engine.sums(halved, "sharded_state_dict(compact=True)") if compact else {}
+    halves = {index: half_digest(entry, params[index], sums.get(index)) for index, entry in sorted(state.items())}
     for packed, group in zip(groups, optimizer.param_groups, strict=True):
         for index, param in zip(packed["params"], group["params"], strict=True):
             like = optimizer._engine.as_planned(index, param)
@@ -108,8 +110,11 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
             :meth:`ShardedOptimizer.load_state_dict`.
     """
     _check(optimizer)
-    saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict))
+    optimizer._require_open()
     group, params = optimizer._group, _params_as_planned(optimizer)
+    compared = dict(enumerate(params)) if _has_halves(state_dict) else {}
+    sums = optimizer._engine.sums(compared, "load_sharded_state_dict()")
+    saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict, sums))
     state, failed = dict(saved["state"]), list[StateDictError]()
     for index, entry in saved["state"].items():
         if is_stored(entry):
@@ -137,8 +142,12 @@ def _check(optimizer: object) -> None:
         raise ConfigTypeError(f"optimizer must be a ShardedOptimizer, got {type(optimizer).__name__}")
 
 
-def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateDict:
-    """Return the state dict as it was before :func:`sharded_state_dict` added places, its compact entries checked."""
+def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Mapping[int, int]) -> StateDict:
+    """Return the state dict as it was before :func:`sharded_state_dict` added places, its compact entries checked.
+
+    Args:
+        sums: of parameters that are DTensors, as they are now.
+    """
     real = _real_state(state_dict)
     params = _params_as_planned(optimizer)
     orders, halves = (_by_index(state_dict, key) for key in (_ORDERS, _HALVES))
@@ -147,7 +156,8 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateD
             if not 0 <= index < len(params):
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
             _require_saved(index, entry_of(state_dict["state"], index), entry)
-            check_entry(index, entry, params[index], orders.get(str(index)), halves.get(str(index)))
+            before = orders.get(str(index)), halves.get(str(index))
+            check_entry(index, entry, params[index], *before, sums.get(index))
     apart = (_WITH_STATE, _ORDERS, _HALVES)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}
 
@@ -159,6 +169,10 @@ def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]
         raise StateDictError(
             f"the compact state of parameter {index} has {unknown[0]!r}, which was not saved with it, and would be lost"
         )
+
+
+def _has_halves(state_dict: Any) -> bool:
+    return isinstance(state_dict, Mapping) and _HALVES in state_dict
 
 
 def _by_index(state_dict: Mapping[str, Any], key: str) -> Mapping[str, object]:

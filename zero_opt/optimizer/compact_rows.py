@@ -106,14 +106,21 @@ def order_of(param: Tensor) -> list[int]:
     return list(element_order(param.shape, param.stride()))
 
 
-def half_digest(entry: Mapping[str, Any], param: Tensor) -> str | None:
-    """Return a digest of some elements of a parameter that is half of a split master; ``None`` of others and DTensors.
+def is_half(entry: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is half of a master, of whose other half this is the state."""
+    return "remainder" in entry
+
+
+def half_digest(entry: Mapping[str, Any], param: Tensor, summed: int | None) -> str | None:
+    """Return a digest of a parameter that is half of a split master; ``None`` of others, and where it is not known.
 
     Args:
-        entry: its state.
+        entry: its state. summed: of a DTensor, what :meth:`Engine.sums` has of it. Of others it takes some elements.
     """
-    if "remainder" not in entry or is_dtensor(param):
+    if not is_half(entry):
         return None
+    if is_dtensor(param):
+        return None if summed is None else f"sum {summed}"
     return value_digest(param.detach().flatten()[:: max(param.numel() // _DIGESTED, 1)])
 
 
@@ -122,11 +129,14 @@ def is_stored(entry: Mapping[str, Any]) -> bool:
     return not entry.keys().isdisjoint(STORED_KEYS)
 
 
-def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: object, half: object) -> None:
+def check_entry(
+    index: int, entry: Mapping[str, Any], param: Tensor, order: object, half: object, summed: int | None
+) -> None:
     """Raise StateDictError for a compact entry that does not fit a parameter.
 
     Args:
         order, half: what :func:`order_of` and :func:`half_digest` said of the parameter when the entry was saved.
+        summed: as for :func:`half_digest`, of the parameter as it is now.
     """
     wanted, coded = dict[str, tuple[torch.dtype, torch.Size]](), not entry.keys().isdisjoint((*CODES, *BASES))
     twice = [key for key in MOMENTS if coded and key in entry] + ["master"] * {"master", "remainder"}.issubset(entry)
@@ -146,14 +156,14 @@ def check_entry(index: int, entry: Mapping[str, Any], param: Tensor, order: obje
                 f"compact state of parameter {index} was saved of another order of elements in memory, strides {order} "
                 f"and not {order_of(param)}; save it without compact=True"
             )
-    if "remainder" in entry:
+    if is_half(entry):
         wanted["remainder"] = torch.int16, param.shape
         if param.dtype is not torch.bfloat16:
             raise StateDictError(
                 f"state 'remainder' of parameter {index} is half of a split master, whose other half is a parameter in "
                 f"torch.bfloat16, not in {param.dtype}; save it without compact=True"
             )
-        if half is not None and half_digest(entry, param) not in (None, half):
+        if half is not None and half_digest(entry, param, summed) not in (None, half):
             raise StateDictError(
                 f"state 'remainder' of parameter {index} is half of a split master, whose other half is the parameter "
                 "as it was saved, and it has other values: load the model first, or save without compact=True"

@@ -158,6 +158,10 @@ class Engine(Protocol):
         """Return a tensor like that which a parameter was when it was planned, whatever it was re-pointed to."""
         return param
 
+    def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:  # noqa: ARG002  (of the protocol)
+        """Return a sum over the bits of each bf16 DTensor of these, the same for every cut."""
+        return {}
+
     def state_dict(self) -> StateDict:
         """Return the full state, sharing memory with live state at most where the wrapped class's does."""
 

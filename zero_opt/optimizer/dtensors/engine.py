@@ -34,8 +34,8 @@ _BUCKET_MB = 1
 class DTensorSingleRank(SingleRank):
     """The engine that has the wrapped class step the DTensors themselves.
 
-    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`load`, :meth:`clip`, and a step that needs
-    a norm.
+    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`sums`, :meth:`load`, :meth:`clip`, and a
+    step that needs a norm.
     """
 
     _mesh: MeshParams
@@ -78,6 +78,9 @@ class DTensorSingleRank(SingleRank):
         wrapped = self._current()
         self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
 
+    def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
+        return self._mesh.sums(params, call)
+
     def state_dict(self) -> StateDict:
         """Return state as DTensors, or what :meth:`consolidate` has brought here."""
         wrapped = self._current()
@@ -92,7 +95,7 @@ class DTensorEngine(ShardedEngine):
     """The sharded engine over this rank's parts as plain parameters of a rank alone.
 
     Its user gives and sees DTensors. Collective, over the parameters' meshes, are :meth:`share`,
-    :meth:`consolidate`, and :meth:`load` of state that is cut otherwise than the parameters.
+    :meth:`consolidate`, :meth:`sums`, and :meth:`load` of state that is cut otherwise than the parameters.
     """
 
     _mesh: MeshParams
@@ -190,6 +193,9 @@ class DTensorEngine(ShardedEngine):
         plain, parts = self.parts.params, super().rows(compact=True)
         self._require_fitting(parts)
         return {i: stored_parts(state, self._view.param_of(plain[i]), plain[i]) for i, state in parts.items()}
+
+    def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
+        return self._mesh.sums(params, call)
 
     def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""

@@ -114,6 +114,11 @@ def counts_here(param: Any) -> bool:
     return not any(at for at, placement in zip(coordinate, param.placements, strict=True) if placement.is_replicate())
 
 
+def bit_sum(part: Tensor) -> int:
+    """Return a sum over the bits of a part in bf16."""
+    return int(part.detach().view(torch.int16).sum(dtype=torch.int64))
+
+
 def dtensor_over(local: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
     """Return a DTensor over the memory of ``local``, this rank's part, in all else as the DTensor ``like``.
 

@@ -41,6 +41,7 @@ from ...system.inference_mode import version_of
 from ..config import Config
 from .fsdp import Shards
 from .local_parts import (
+    bit_sum,
     check_cut_for_muon,
     check_dtensor,
     counts_here,
@@ -143,7 +144,7 @@ class MeshParams:
             rows.append((0, *look(plain, range(len(params)), known)))
         for mesh, group in self._groups.items():
             counted = [
-                grad if getattr(param, "device_mesh", None) == mesh and counts_here(param) else None
+                grad if _mesh_of(param) == mesh and counts_here(param) else None
                 for param, grad in zip(params, grads, strict=True)
             ]
             mine = (*look(counted, range(len(params)), known), limit)
@@ -210,6 +211,30 @@ class MeshParams:
         for name in told:
             _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
 
+    def sums(self, params: Mapping[int, Tensor], call: str) -> dict[int, int]:
+        """Return a sum over the bits of each bf16 DTensor of these, the same for every cut. Collective.
+
+        Args:
+            params: those that this rank wants summed. A sum that not all ranks want is left out.
+
+        Raises:
+            RankMismatch: ranks are in different calls. PeerLost, PeerSilent: a rank does not come.
+        """
+        known = dict[int, int]()
+        for mesh, group in self._groups.items():
+            if not any(param.dtype is torch.bfloat16 for param in self._params if _mesh_of(param) == mesh):
+                continue
+            mine = {
+                index: bit_sum(local_of(param)) if counts_here(param) else 0
+                for index, param in params.items()
+                if param.dtype is torch.bfloat16 and _mesh_of(param) == mesh
+            }
+            told = [
+                dict(json.loads(said)) for said in group.all_gather_bytes(json.dumps([*mine.items()]).encode(), call)
+            ]
+            known |= {index: sum(sums[index] for sums in told) for index in mine if all(index in sums for sums in told)}
+        return known
+
     def full_state(self, states: Any, live: Mapping[Tensor, Any]) -> Any:
         """Return a copy of what :meth:`consolidate` brought here, if that is still the state; else ``states``."""
         if self._kept is None or self._kept[0] != _version(live):
@@ -269,6 +294,10 @@ def _require_same(name: str, by_rank: Mapping[int, object]) -> None:
     for rank, value in by_rank.items():
         if value != wanted:
             raise RankMismatch(f"{name}: {wanted} on rank {first}, {value} on rank {rank}; say the same on every rank")
+
+
+def _mesh_of(param: Tensor) -> Any:
+    return getattr(param, "device_mesh", None)
 
 
 def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:

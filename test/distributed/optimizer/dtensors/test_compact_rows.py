@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zero_opt
 from test.support.compact_training import FORMS, Form
@@ -23,12 +24,14 @@ SHAPES = ((21, 128), (40, 3, 64), (7, 33), (130,), (1, 64))  # the middle ones a
 BEFORE, AFTER = 3, 3
 
 
-def _make(world_size: int, form: Form, offload: Any, start: list[torch.Tensor] | None = None) -> tuple[nn.Module, Any]:
+def _make(
+    world_size: int, form: Form, offload: Any, start: list[torch.Tensor] | None = None, mesh: Any = None
+) -> tuple[nn.Module, Any]:
     model = nn.ParameterList(
         nn.Parameter(values(51, 0, 0, at, shape).to(form.dtype, copy=True) if start is None else start[at].clone())
         for at, shape in enumerate(SHAPES)
     )
-    fully_shard(model, mesh=mesh_of((world_size,)))
+    fully_shard(model, mesh=mesh_of((world_size,)) if mesh is None else mesh)
     optimizer = zero_opt.ShardedOptimizer(
         model.parameters(), zero_opt.CPUAdamW, lr=0.02, state=form.state, offload=offload
     )
@@ -43,7 +46,7 @@ def _train(model: nn.Module, optimizer: Any, form: Form, steps: range) -> None:
             full = values(step, 1, 0, at, SHAPES[at]).to(form.dtype)
             if at == 4 and step < BEFORE:
                 continue  # it has no state when that is saved
-            param.grad = torch.distributed.tensor.distribute_tensor(full, param.device_mesh, param.placements)
+            param.grad = distribute_tensor(full, param.device_mesh, param.placements)
         optimizer.step()
 
 
@@ -101,3 +104,52 @@ def test_saved_at_two_ranks_and_resumed(world_size: int, offload: Any, tmp_path:
     assert_bitwise(full, plain)
     if world_size == 2:
         assert_bitwise(compact, [{name: found[1:] for name, found in rank.items()} for rank in saved])
+
+
+def _save_halves(rank: int, world_size: int, folder: Path, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """The optimizer has parameters with state, and one without."""
+    form = FORMS["bfloat16, split"]
+    model, optimizer = _make(world_size, form, None, mesh=mesh_of(shape))
+    _train(model, optimizer, form, range(1))
+    dcp.save(zero_opt.sharded_state_dict(optimizer, compact=True), checkpoint_id=folder / "saved")
+    values = [param.full_tensor().detach() for param in model.parameters()]  # type: ignore[attr-defined]
+    if rank == 0:
+        dcp_to_torch_save(folder / "saved", folder / "saved.pt")
+    optimizer.close()
+    return values
+
+
+def _fill(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for value, param in zip(values, model.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        param.data.copy_(distribute_tensor(value, param.device_mesh, param.placements))
+
+
+def _load_before_the_model(
+    rank: int, world_size: int, folder: Path, shape: tuple[int, ...], values: list[torch.Tensor]
+) -> None:
+    form = FORMS["bfloat16, split"]
+    model, optimizer = _make(world_size, form, None, mesh=mesh_of(shape))
+    into = zero_opt.sharded_state_dict(optimizer, compact=True)
+    dcp.load(into, checkpoint_id=folder / "saved")
+    full = torch.load(folder / "saved.pt", weights_only=True)
+    others = [value.clone() for value in values]
+    others[2].view(-1)[-1] += 1  # in one rank's part alone
+    for wrong in ([torch.zeros_like(value) for value in values], others):
+        _fill(model, wrong)
+        for saved in (into, full):
+            with pytest.raises(zero_opt.StateDictError, match=r"'remainder' of parameter \d .* load the model first"):
+                zero_opt.load_sharded_state_dict(optimizer, saved)
+    _fill(model, values)
+    for saved in (into, full):
+        zero_opt.load_sharded_state_dict(optimizer, saved)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("first", "then"), [((2,), (1,)), ((2,), (3,)), ((3,), (2,)), ((2, 2), (2,)), ((2,), (2, 2))])
+def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(
+    first: tuple[int, ...], then: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Meshes of two dimensions have replicas (HSDP)."""
+    values = run_processes(math.prod(first), _save_halves, tmp_path, first)[0]
+    run_processes(math.prod(then), _load_before_the_model, tmp_path, then, values)
