@@ -15,7 +15,7 @@ from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
 from ..state.state_dict import StateDict, pack_groups
-from .compact_rows import check_entry, half_digest, is_half, is_stored, order_of, plain_entry
+from .compact_rows import check_entry, half_digest, is_half, is_stored, order_of, plain_entry, require_once
 from .loading import entry_of, places
 from .sharded_optimizer import ShardedOptimizer
 
@@ -155,7 +155,9 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
         if is_stored(entry):
             if not 0 <= index < len(params):
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
-            _require_saved(index, entry_of(state_dict["state"], index), entry)
+            given = entry_of(state_dict["state"], index)
+            require_once(index, given)
+            _require_saved(index, given, entry)
             before = orders.get(str(index)), halves.get(str(index))
             check_entry(index, entry, params[index], *before, sums.get(index))
     apart = (_WITH_STATE, _ORDERS, _HALVES)

@@ -124,6 +124,18 @@ def half_digest(entry: Mapping[str, Any], param: Tensor, summed: int | None) -> 
     return value_digest(param.detach().flatten()[:: max(param.numel() // _DIGESTED, 1)])
 
 
+def _is_coded(entry: Mapping[str, Any]) -> bool:
+    return not entry.keys().isdisjoint((*CODES, *BASES))
+
+
+def require_once(index: int, entry: Mapping[str, Any]) -> None:
+    """Raise StateDictError for an entry that has a value in both forms, whichever of them was saved."""
+    twice = [key for key in MOMENTS if key in entry] if _is_coded(entry) else []
+    twice += ["master"] if is_half(entry) and "master" in entry else []
+    if twice:
+        raise StateDictError(f"parameter {index} has state {twice[0]!r} twice: in torch's form, and in compact form")
+
+
 def is_stored(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry of a state dict has state that is no value of torch's."""
     return not entry.keys().isdisjoint(STORED_KEYS)
@@ -138,11 +150,8 @@ def check_entry(
         order, half: what :func:`order_of` and :func:`half_digest` said of the parameter when the entry was saved.
         summed: as for :func:`half_digest`, of the parameter as it is now.
     """
-    wanted, coded = dict[str, tuple[torch.dtype, torch.Size]](), not entry.keys().isdisjoint((*CODES, *BASES))
-    twice = [key for key in MOMENTS if coded and key in entry] + ["master"] * {"master", "remainder"}.issubset(entry)
-    if twice:
-        raise StateDictError(f"parameter {index} has state {twice[0]!r} twice: in torch's form, and in compact form")
-    if coded:
+    wanted = dict[str, tuple[torch.dtype, torch.Size]]()
+    if _is_coded(entry):
         wanted |= dict.fromkeys(CODES, (torch.uint8, param.shape))
         bases = _bases_shape(param)
         if bases is None:

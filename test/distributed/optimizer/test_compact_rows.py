@@ -266,6 +266,10 @@ def _move_to_another(state: dict[str, Any]) -> None:
     state[7] = state.pop(0)
 
 
+TWICE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "twice": (_set("exp_avg", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'exp_avg' twice"),
+    "master twice": (_set("master", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'master' twice"),
+}
 TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "base too high": (_set("exp_avg_base", _first(1918)), r"'exp_avg_base' of parameter 0 must be from 0 to 1917"),
     "sq's too high": (
@@ -273,6 +277,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"'exp_avg_sq_base' of parameter 0 must be from 0 to 1789",
     ),
     "base below 0": (_lower, r"'exp_avg_sq_base' of parameter 0 must be from 0 to 1789, and has -1"),
+    **TWICE,
     "unknown": (_set("other", lambda _: torch.ones(3)), r"parameter 0 has 'other', which was not saved"),
     "missing": (lambda state: state[0].pop("exp_avg_sq_codes"), r"has state 'exp_avg_sq_codes' of parameter 0, but"),
     "elsewhere": (_move_to_another, r"of parameter 0, but the state dict"),
@@ -284,8 +289,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 # In state dicts that do not say which state is real.
 UNSAID: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "twice": (_set("exp_avg", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'exp_avg' twice"),
-    "master twice": (_set("master", lambda _: torch.ones(200, 50)), r"parameter 0 has state 'master' twice"),
+    **TWICE,
     "codes apart": (lambda state: state[0].pop("exp_avg_codes"), r"'exp_avg_codes' of parameter 0 must be"),
     "no codes": (lambda state: [state[0].pop(f"{key}_codes") for key in ("exp_avg", "exp_avg_sq")], r"_codes' of"),
     "elsewhere": (_move_to_another, r"state for parameter 7, which is in no param group"),
