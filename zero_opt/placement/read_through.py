@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
@@ -74,8 +75,9 @@ class ReadThrough(MutableMapping[str, Any]):
         """Return the values as they are now, as ``dict.copy`` does."""
         return dict(self)
 
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)  # so do copy.copy() and copy.deepcopy() make it
+    def __reduce__(self) -> tuple[Any, ...]:
+        # So do copy.copy() and copy.deepcopy() make it. torch.load(weights_only=True) knows no other dict by name.
+        return OrderedDict, (), None, None, iter(self.items())
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         return {**self, **other}
