@@ -141,12 +141,12 @@ class BetweenSteps(Engine):
 
     def require_copyable(self) -> None:
         raise ConfigTypeError(
-            "a ShardedOptimizer over several ranks, or with an offload, cannot be copied or pickled: its state is not "
-            "in this process alone; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every rank"
+            f"a ShardedOptimizer {self._config.why_apart(self.group.world_size)} cannot be copied or pickled: it "
+            "has state of its own; save opt.state_dict() after opt.consolidate_state_dict(to=rank) on every rank"
         )
 
     def set_state(self, state: dict[str, Any]) -> None:  # noqa: ARG002  (of the protocol)
-        raise ConfigTypeError("__setstate__() over several ranks, or with an offload: use load_state_dict()")
+        raise ConfigTypeError(f"__setstate__() {self._config.why_apart(self.group.world_size)}: use load_state_dict()")
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

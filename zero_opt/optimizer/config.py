@@ -86,6 +86,14 @@ class Config:
         """Whether masters, or copies of parameters elsewhere, may be stepped in the parameters' place."""
         return self.offload is not None or self.placement.inputs.form.master is not None
 
+    def why_apart(self, world_size: int) -> str:
+        """Return in words why the wrapped class alone does not have all state of an engine that is no SingleRank."""
+        if world_size > 1:
+            return "over several ranks"
+        if self.offload is not None:
+            return "with an offload"
+        return "of DTensors" if self.placement.inputs.form.master is None else "with masters"
+
     def widens(self, bucket: GradBucket) -> bool:
         """Return whether the step widens a bucket's gradients, so that scaling them before it would round them."""
         stepped, _ = self.placement.stepped_as(bucket.params[0].param)

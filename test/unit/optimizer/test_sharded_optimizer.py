@@ -111,6 +111,30 @@ def test_a_mistake_is_an_error_of_the_same_type_and_text_at_any_world_size(mista
     assert len({str(error).removeprefix("rank 0: ") for error in errors}) == 1
 
 
+APART: dict[str, dict[str, Any]] = {
+    "with an offload": {"offload": zero_opt.CPUOffload()},
+    "with masters": {"state": zero_opt.AdamState("float32", "split")},
+    "with masters ": {"precision": zero_opt.MixedPrecision(master_dtype=torch.float32)},
+    "over several ranks": {},
+}
+
+
+def _copy_and_pickle(rank: int, world_size: int, cause: str) -> None:
+    cls = zero_opt.CPUAdamW if "state" in APART[cause] else torch.optim.AdamW
+    optimizer = zero_opt.ShardedOptimizer([Parameter(torch.ones(4, dtype=torch.bfloat16))], cls, **APART[cause])
+    for how in COPIES.values():
+        with pytest.raises(zero_opt.ConfigTypeError, match=f"a ShardedOptimizer {cause.strip()} cannot be copied"):
+            how(optimizer)
+    with pytest.raises(zero_opt.ConfigTypeError, match=rf"__setstate__\(\) {cause.strip()}: use"):
+        optimizer.__setstate__({"state": {}, "param_groups": []})
+    optimizer.close()
+
+
+@pytest.mark.parametrize("cause", APART)
+def test_why_an_optimizer_cannot_be_copied(cause: str) -> None:
+    run_threads(2 if "ranks" in cause else 1, _copy_and_pickle, cause)
+
+
 def test_params_in_every_form_are_as_in_the_wrapped_class() -> None:
     a, b = Parameter(torch.ones(2)), Parameter(torch.ones(3))
     forms: list[Callable[[], Any]] = [
