@@ -29,7 +29,8 @@ from .overlapped import OverlappedReduction
 _NOT_REGISTERED = (
     "DistributedDataParallel has not called zero_opt.ddp_hook: call ddp.register_comm_hook(opt, zero_opt.ddp_hook) "
     "before the first backward, and run the last backward of a step outside ddp.no_sync(); or use "
-    "reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself"
+    "reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself. If the hook is registered, every backward "
+    "was inside ddp.no_sync(): the gradients are in p.grad still, and the next backward adds to them"
 )
 
 
@@ -144,10 +145,13 @@ class DDPHookReduction(OverlappedReduction):
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:
         self._put_back()
-        flats = self._partition.flats.values()
-        if not self._called and not absent and any(flat.param.grad is not None for flat in flats):
-            error = error or GradientConflict(_NOT_REGISTERED)
-        return super().send_rest(error or self._conflict(), absent=absent, steps=steps)
+        return super().send_rest(error or (self._conflict() if self._called else None), absent=absent, steps=steps)
+
+    def _require_synced(self) -> None:
+        """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``."""
+        if not self._called and any(flat.param.grad is not None for flat in self._partition.flats.values()):
+            raise GradientConflict(_NOT_REGISTERED)
+        super()._require_synced()
 
     def _conflict(self) -> GradientConflict | None:
         """Look for a DDP that reduces by itself what did not come by its hook, once per parameter."""

@@ -303,7 +303,10 @@ class OverlappedReduction(GradReduction):
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         if self._passes.broken():
-            error = error or StepDesync(f"a backward ended in an exception; {self._after_exception}")
+            error = error or StepDesync(
+                f"a backward ended in an exception; {self._after_exception}. One that goes on in another thread counts "
+                "as such: step after it"
+            )
         if self._spoiled:
             error = error or StepDesync(
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"

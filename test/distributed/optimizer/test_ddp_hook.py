@@ -291,6 +291,37 @@ def test_misuse_is_told(what: str, message: str) -> None:
         assert message in found
 
 
+def _local_so_far(rank: int, world_size: int) -> Any:
+    """Before DDP has called the hook, a step finds gradients that are this rank's alone."""
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizer = _optimizer(models[0], zero_opt.DDPHook(), torch.optim.SGD)
+    wrapped = DistributedDataParallel(models[0])
+    wrapped.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    plain, reference = (
+        DistributedDataParallel(models[1]),
+        _optimizer(models[1], zero_opt.AlreadyReduced(), torch.optim.SGD),
+    )
+    first, second = torch.full((2, 4), 1.0 + rank), torch.full((2, 4), 3.0 - rank)
+    for model, stepper in ((wrapped, optimizer), (plain, reference)):
+        with model.no_sync():
+            model(first).square().sum().backward()
+        if stepper is optimizer:
+            with pytest.raises(zero_opt.GradientConflict, match=r"every backward was inside ddp\.no_sync\(\)"):
+                stepper.step()
+            assert models[0].weight.grad is not None and models[0].weight.grad.isfinite().all()
+        model(second).square().sum().backward()
+        stepper.step()
+    assert_bitwise([*models[0].parameters()], [*models[1].parameters()])
+    optimizer.close()
+    reference.close()
+
+
+def test_a_first_step_of_local_gradients_leaves_them_to_the_next_backward() -> None:
+    run_processes(2, _local_so_far)
+
+
 def _failing(rank: int, world_size: int) -> Any:
     """A backward that fails half-way on every rank."""
     model = _model(False)
