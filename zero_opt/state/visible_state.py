@@ -94,9 +94,12 @@ class VisibleState:
         """
         for index in self._edited_while_pending():
             self._put_back(index)
-        while len(self._due) > self._placement.pending:
-            self._stand_ins.step(self._due.pop(0), edited=self._unedited is not True)
-        self._unedited = None
+        due = len(self._due) - self._placement.pending
+        for used in self._due[: max(due, 0)]:
+            self._stand_ins.step(used, edited=self._unedited is not True)
+        if due > 0:
+            del self._due[:due]
+            self._unedited = None
         self._show_live()
         if not self._adopted.are(self._held()):  # else the user could bring back what a step has replaced
             self._adopted.forget()

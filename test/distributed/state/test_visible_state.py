@@ -94,3 +94,27 @@ def _step_counts(rank: int, world_size: int, looks: int) -> list[float]:
 @pytest.mark.parametrize("looks", [0, 1, 2])
 def test_a_look_at_edited_entries_does_not_hide_the_edit(looks: int) -> None:
     assert run_processes(2, _step_counts, looks) == [[4.0, 8.0, 8.0, 4.0]] * 2
+
+
+def _dropped_under_delay(rank: int, world_size: int) -> list[float]:
+    """An entry is dropped of a parameter alone of its kind, which steps that are brought in later make anew."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64,), (64,), (), (8, 8))]
+    optimizer = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, fused=True, offload=zero_opt.WorkerOffload(threads=1, delay=1)
+    )
+    for step in range(5):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            optimizer.flush()
+            del optimizer.state[params[1]], optimizer.state[params[2]]
+    optimizer.flush()
+    counts = [float(optimizer.state[param]["step"]) for param in params]
+    optimizer.close()
+    return counts
+
+
+def test_entries_that_were_dropped_before_late_steps_start_afresh() -> None:
+    assert run_processes(2, _dropped_under_delay) == [[5.0, 3.0, 3.0, 5.0]] * 2
