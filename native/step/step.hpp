@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,7 @@ struct UpdateBatch {
 template <typename Work>
 void for_runs(const std::vector<UpdateBatch>& batches, const Work& work) {
   for (const UpdateBatch& batch : batches) {
-    double last = 0.0;  // step of the last scalars; counts from 1
+    std::optional<double> last;  // step of the last scalars; any number, for users may write to a kept one
     for (const CountedRun& counted : batch.runs) {
       if (counted.run.numel == 0) continue;
       const double step = step_of(counted);

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from test.native.kernels import HYPERS, adam, arrays, run_of, same_bits
 from test.native.kernels import moments as zero_moments
@@ -114,6 +115,27 @@ def test_unknown_isa_is_an_error_that_names_the_known() -> None:
     assert "baseline" in done.stderr
     with pytest.raises(RuntimeError, match="'v9'"):
         adam(arrays(1), isa="v9")
+
+
+@pytest.mark.parametrize("count", [-1.0, -7.0, torch.nan, torch.inf, -torch.inf])
+def test_any_kept_count_of_steps_has_the_hyperparameters_of_its_own_group(count: float) -> None:
+    """A count of -1 makes the next step number 0. No count may make native code read what there is not."""
+
+    def after(lr_before: float) -> list[Tensor]:
+        runs = []
+        for seed, kept in enumerate((3.0, count, count)):
+            param, grad, *moments, _ = arrays(100, seed)
+            runs.append(({**dict(zip(("param", "exp_avg", "exp_avg_sq"), (param, *moments))), "step": kept}, grad))
+        steps = [torch.tensor(run.pop("step")) for run, _ in runs]
+        bound = [run_of({**run, "step": step}, grad, 0.0) for (run, grad), step in zip(runs, steps)]
+        lrs, grads = (lr_before, 1e-3, 1e-3), [grad.data_ptr() for _, grad in runs]
+        hypers = [_native.Hypers("adam", **{**HYPERS, "lr": lr}) for lr in lrs]
+        _native.update_step([(hypers[0], bound[:1], grads[:1]), (hypers[1], bound[1:], grads[1:])])
+        return [*(tensor for run, _ in runs[1:] for tensor in run.values()), *steps]
+
+    with_one, with_other = after(0.5), after(0.01)
+    assert all(map(same_bits, with_one, with_other))
+    assert same_bits(with_one[-1], torch.tensor(count) + 1)
 
 
 def test_arguments_are_checked() -> None:

@@ -193,3 +193,16 @@ def test_a_worker_is_small() -> None:
         with open(f"/proc/{worker.process.pid}/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         assert resident < 20 << 20
+
+
+def test_a_run_with_a_kept_count_of_minus_1_has_the_hyperparameters_of_its_own_group() -> None:
+    def after(lr_before: float) -> list[Group]:
+        count = {"step": torch.tensor([-1.0])}
+        last = group_of([1000], "fp32")
+        groups = [group_of([100], "fp32", lr=lr_before), Group([{**last.runs[0], **count}], last.grads, last.options)]
+        with arena_for(groups, 2) as (arena, placed):
+            arena.submit(placed)
+            arena.control.finish(1)
+            return copied(placed[1:])
+
+    assert all_same(after(0.5), after(0.01))
