@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import StateDictError, StateDictTypeError, quoted
 from ..policies import AdamState
 from ..system.extension import native
-from .checks import DTYPE_NAMES, is_number_of_steps, oddity, storage_order
-from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays
+from .checks import DTYPE_NAMES, oddity, require_count, storage_order
+from .runs import BASES, BLOCK_NUMEL, MOMENT_DTYPE, blocks_of, check_arrays, errors_of_state
 from .updates import NativeUpdate, given_arrays
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -133,8 +133,8 @@ def check_plain(
     for key in needed:
         if key not in plain:
             raise StateDictError(f"the state saved for {name} has no {key}")
-    if update.counts and not is_number_of_steps(plain["step"]):
-        raise StateDictTypeError(f"step saved for {name} must be a number of steps, got {quoted(plain['step'])}")
+    if update.counts:
+        require_count(f"step saved for {name}", plain["step"])
     for key in (*update.arrays, "master"):
         if key in plain and (plain[key] is not None or key in needed):
             _check_array(f"{key} saved for {name}", plain[key], param)
@@ -171,9 +171,10 @@ def plain_state(name: str, param: Tensor, state: Mapping[str, Any]) -> dict[str,
     """Return a stored state in torch's form. What is in that form already is not copied.
 
     Raises:
-        UnsupportedParam, ConfigError, ConfigTypeError: the state does not fit the param, which is called ``name``.
+        StateDictError: the state does not fit the param, which is called ``name``.
     """
-    check_arrays(name, arrays_of(state, param, (*MOMENTS, MAXIMUM)), MOMENTS)
+    with errors_of_state():
+        check_arrays(name, arrays_of(state, param, (*MOMENTS, MAXIMUM)), MOMENTS)
     moments = dict(zip(MOMENTS, _plain_moments(state), strict=True))
     return {key: moments[key] if key in moments else plain_value(state, param, key) for key in plain_keys(state)}
 
@@ -222,6 +223,12 @@ CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
 STORED_KEYS = (*CODES, *BASES, "remainder")
 # The highest bases, those of blocks that are NaN: base_for() of native/kernels/compact.inl. Others make codes overflow.
 HIGHEST_BASES = dict(zip(BASES, (0x7FC - 127, 0x7FC - 255), strict=True))
+
+
+def require_bases(what: str, bases: Tensor, highest: int) -> None:
+    """Raise StateDictError, naming ``what``, unless bases are from 0 to the ``highest``."""
+    if bases.numel() and not 0 <= int(bases.min()) <= int(bases.max()) <= highest:
+        raise StateDictError(f"{what} must be from 0 to {highest}, and has {int(bases.min())} to {int(bases.max())}")
 
 
 def follow_param(master: Tensor, param: Tensor) -> None:

@@ -7,7 +7,8 @@ dtype, layout, overlap, a missing storage) is checked here, before anything is w
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, ConfigTypeError, UnsupportedParam, quoted
+from ..errors import ConfigError, ConfigTypeError, StateDictError, StateDictTypeError, UnsupportedParam, quoted
 from ..system.extension import native
-from .strides import contiguous_strides, is_dense, overlaps
+from .strides import contiguous_strides, dimensions_of, is_dense, joined_bytes, overlaps
 
 FLOAT32 = (torch.float32,)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -186,8 +187,36 @@ def may_be_count(step: Any) -> bool:
 
 def is_number_of_steps(step: Any) -> bool:
     """Return whether a value is a step count: one number, or a tensor of one."""
-    is_number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
-    return is_number and not (isinstance(step, Tensor) and step.is_meta) and may_be_count(step)
+    return _is_real(step) and may_be_count(step)
+
+
+def _is_real(step: Any) -> bool:
+    """Return whether a value is one real number, or a tensor of one; a bool is none."""
+    if isinstance(step, Tensor):
+        return step.numel() == 1 and not (step.is_meta or step.is_complex() or step.dtype is torch.bool)
+    return isinstance(step, (int, float)) and not isinstance(step, bool)
+
+
+def require_count(what: str, step: Any) -> None:
+    """Raise StateDictError, naming ``what``, unless a value is a step count; StateDictTypeError if it is no number."""
+    if not is_number_of_steps(step):
+        kind = StateDictError if _is_real(step) else StateDictTypeError
+        raise kind(f"{what} must be a number of steps, got {quoted(step)}")
+
+
+def require_counts(counts: list[Any], name_of: Callable[[int], str]) -> None:
+    """Raise StateDictError, naming the first that is none, unless all values are step counts.
+
+    fp32 counts in host memory, as the kernel keeps them, are read in one call.
+
+    Args:
+        name_of: returns what messages call the param at a position.
+    """
+    together = counts and dimensions_of(counts, counts) is False and counts[0].dtype is torch.float32
+    if not (together and all(0 <= count <= _MOST_STEPS for count in array("f", joined_bytes(counts)))):
+        for at, count in enumerate(counts):
+            if not is_number_of_steps(count):
+                require_count(f"step of {name_of(at)}", count)
 
 
 def check_reach(what: str, tensor: Tensor) -> None:

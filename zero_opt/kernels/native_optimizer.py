@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from ..errors import (
     ConfigError,
     ConfigTypeError,
-    StateDictError,
     StateDictTypeError,
     UnsupportedParam,
     ZeroOptError,
@@ -25,7 +24,7 @@ from ..errors import (
 from ..field_checks import check_flag
 from ..policies import AdamState
 from ..system.extension import require_native
-from ..system.inference_mode import outside_inference_mode, version_of
+from ..system.inference_mode import outside_inference_mode
 from .adam_state import (
     HALVES,
     check_plain,
@@ -36,7 +35,8 @@ from .adam_state import (
     plain_state,
     stored_state,
 )
-from .checks import GRAD_DTYPES, check_apart, check_tensor
+from .checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
+from .code_watch import CodeWatch, write_mark
 from .runs import step_runs
 from .slots import Slot
 from .threads import checked_threads, say_threads
@@ -44,8 +44,6 @@ from .updates import NativeUpdate
 
 ParamsT = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 PLAIN = AdamState()
-# Of state that holds no values: 8-bit moments, their bases, and what a split master has beside its param.
-STORED_DTYPES = (torch.uint8, torch.int16)
 
 
 class NativeOptions(TypedDict, total=False):
@@ -135,8 +133,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._slots: dict[int, Slot] = {}
         # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
         self._written: dict[int, tuple[int, int] | None] = {}
-        # By param: what holds no values in its state, and the version of that as of our last write.
-        self._stored: dict[int, list[tuple[str, Tensor, int]]] = {}
+        self._codes = CodeWatch(self._form)
         return _fused_options(type(self).__name__, rest)
 
     def _made(self) -> None:
@@ -155,11 +152,11 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots, self._written, self._stored = {}, {}, {}
+        self._slots, self._written, self._codes = {}, {}, CodeWatch(self._form)
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
-        self._note_stored()
+        self._note_codes()
 
     # -- params -------------------------------------------------------------------------------------------------------
 
@@ -210,10 +207,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         The result loads into any other form and into torch.optim; in the same form, training goes on to the bit.
 
         Raises:
-            StateDictError: what holds no values in ``state`` was written to, or an entry of it is no dict.
+            StateDictError: codes in ``state`` were written to or replaced, or an entry of it is no dict.
         """
         self._require_dicts()
-        self._require_own_stored()
+        self._require_own_codes()
         self._follow_params(loaded=False)
         with self.register_state_dict_post_hook(_in_plain_form, prepend=True):  # the user's hooks see torch's form
             packed: dict[str, Any] = super().state_dict()
@@ -269,7 +266,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                     else loaded_state(saved, param, self.update, self._form)
                 )
                 self._written[id(param)] = None
-        self._note_stored()
+        self._note_codes()
 
     def _require_dicts(self) -> None:
         """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
@@ -279,33 +276,21 @@ class NativeOptimizer(torch.optim.Optimizer):
                 given = quoted(odd[id(param)])
                 raise StateDictTypeError(f"opt.state of {name} must be a dict, got {given}; del it to start afresh")
 
-    # -- stored forms -------------------------------------------------------------------------------------------------
+    # -- codes --------------------------------------------------------------------------------------------------------
 
-    def _note_stored(self) -> None:
-        """Remember the versions of all in ``state`` that holds no values, and that only the step may write."""
-        if self._form.moments != "block8" and self._form.master != "split":
-            return
-        states = [(param, self.state[param]) for _, param in self._named() if param in self.state]
-        self._stored = {
-            id(param): [
-                (key, value, version_of(value))
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.dtype in STORED_DTYPES
-            ]
-            for param, state in states
-        }
+    def _states(self) -> list[Mapping[str, Any]]:
+        """Return the state of every param, an empty one where there is none."""
+        return [self.state.get(param) or {} for group in self.param_groups for param in group["params"]]
 
-    def _require_own_stored(self) -> None:
-        """Raise StateDictError, naming the param, if the user has written to what holds no values."""
-        for name, param in self._named() if self._stored else ():
-            state = self.state.get(param) or {}
-            for key, tensor, version in self._stored.get(id(param), ()):
-                if state.get(key) is tensor and version_of(tensor) != version:
-                    raise StateDictError(
-                        f"{name}: state {key!r} was written to in place. It holds no values: it is stored as "
-                        f"{tensor.dtype} in the form of {self._form}; change values in what state_dict() returns, "
-                        "and load that. To go on, load a state dict, or start afresh with opt.state.clear()"
-                    )
+    def _note_codes(self) -> None:
+        """Remember what the step alone may write."""
+        if self._codes.watches:
+            self._codes.note(self._states())
+
+    def _require_own_codes(self) -> None:
+        """Raise StateDictError, naming the param, if the user has written to codes, or replaced some of them."""
+        if self._codes.watches:
+            self._codes.require_own(self._states(), lambda at: list(self._named())[at][0])
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -325,12 +310,22 @@ class NativeOptimizer(torch.optim.Optimizer):
         try:
             for index, position, param, grad in stale:
                 self._bind_one(self._name(index, position), self.param_groups[index], param, grad, fresh)
+            self._require_counts()
         except BaseException:
             for param, key in fresh:
                 del self.state[param][key]
             for param in {param for param, _ in fresh if not self.state[param]}:
                 del self.state[param]
             raise
+
+    def _require_counts(self) -> None:
+        """Raise StateDictError, naming the param, if the user has written to a count of steps what is none."""
+        if self.update.counts:
+            stepped = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+            require_counts(
+                [self.state[param]["step"] for param in stepped],
+                lambda at: next(name for name, param in self._named() if param is stepped[at]),
+            )
 
     def _bind_one(
         self, name: str, group: Mapping[str, Any], param: Parameter, grad: Tensor, fresh: list[tuple[Parameter, str]]
@@ -391,7 +386,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_dicts()
-        self._require_own_stored()
+        self._require_own_codes()
         hypers = [self.update.hypers(group).for_kernel(grad_scale) for group in self.param_groups]
         with outside_inference_mode():
             self._bind(list(self._stale()))
@@ -402,8 +397,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         ]
         self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
         self._slots = {key: slot for key, slot in self._slots.items() if not slot.first}
-        self._written.update({id(param): _place(param) for param, _ in self._mastered()})
-        self._note_stored()
+        self._written.update({id(param): write_mark(param) for param, _ in self._mastered()})
+        self._note_codes()
         return loss
 
     def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:
@@ -418,17 +413,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Let masters follow params written to since the last step, and all those of which a master was ``loaded``."""
         for param, master in self._mastered():
             known = self._written.get(id(param), ())
-            if known != _place(param) and (loaded or known is not None):
+            if known != write_mark(param) and (loaded or known is not None):
                 follow_param(master, param)
-                self._written[id(param)] = _place(param)
+                self._written[id(param)] = write_mark(param)
 
 
 def torch_class_of(cls: type[torch.optim.Optimizer]) -> str:
     """Return how messages name the class of torch's that steps what a class of this package does not."""
     bases = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim.")]
     return f"torch.optim.{bases[0]}" if bases[0] != torch.optim.Optimizer.__name__ else "a class of torch.optim"
-
-
-def _place(param: Tensor) -> tuple[int, int]:
-    """Return what is another after a write to a param, or after its data were replaced."""
-    return version_of(param), param.data_ptr()

@@ -5,13 +5,14 @@ In "param" order means: element i of every array is the same element. Blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ConfigTypeError
+from ..errors import ConfigError, ConfigTypeError, StateDictError, StateDictTypeError, UnsupportedParam
 from ..system.extension import native
 from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
 
@@ -61,10 +62,24 @@ def check_arrays(name: str, arrays: Mapping[str, Tensor], needed: Sequence[str])
         raise ConfigTypeError(f"exp_avg and exp_avg_sq of {name} must have one dtype, got {first} and {second}")
     if first is torch.uint8:
         for role in BASES:
-            base = arrays.get(role)
-            check_tensor(f"{role} of {name}", base, torch.Size([blocks_of(param.numel())]), INT16)
+            if role not in arrays:
+                raise ConfigTypeError(f"{name} has no {role}")
+            check_tensor(f"{role} of {name}", arrays[role], torch.Size([blocks_of(param.numel())]), INT16)
             if not has_order(arrays[role.removesuffix("_base")], storage_order(param)):
                 raise ConfigError(f"8-bit moments of {name} must lie in memory as the param does")
+
+
+@contextmanager
+def errors_of_state() -> Iterator[None]:
+    """A context for checks of an optimizer's state: their errors are StateDictErrors, and say what to do."""
+    try:
+        yield
+    except (ConfigError, ConfigTypeError, UnsupportedParam) as error:
+        kind = StateDictTypeError if isinstance(error, TypeError) else StateDictError
+        raise kind(
+            f"{error}. Put back what was there, load a state dict, or start afresh with opt.state.clear(); to change "
+            "values, edit what state_dict() returns, and load that"
+        ) from error
 
 
 class BoundRun:

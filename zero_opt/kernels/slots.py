@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StateDictError, StateDictTypeError, quoted
+from ..errors import StateDictError, StateDictTypeError
 from ..system.extension import native
 from .adam_state import BESIDE, MAXIMUM, arrays_of
-from .checks import check_tensor, is_number_of_steps
-from .runs import BoundRun, check_arrays, note_written
+from .checks import check_tensor, require_count
+from .runs import BoundRun, check_arrays, errors_of_state, note_written
 from .strides import dtype_of, placing_of, shape_of
 from .updates import NativeUpdate
 
@@ -45,10 +45,11 @@ class Slot(BoundRun):
         arrays = arrays_of(state, param, roles)
         if MAXIMUM in roles and MAXIMUM not in arrays:
             raise StateDictError(f"{name} has no {MAXIMUM}: amsgrad cannot be switched on after the first step")
-        check_arrays(name, arrays, roles)
-        for role in () if update.compact else roles:
-            check_tensor(f"{role} of {name}", arrays[role], param.shape)
-        kept_step = _kept_step(name, state) if update.counts else None
+        with errors_of_state():
+            check_arrays(name, arrays, roles)
+            for role in () if update.compact else roles:
+                check_tensor(f"{role} of {name}", arrays[role], param.shape)
+            kept_step = _kept_step(name, state) if update.counts else None
         super().__init__(arrays, grad.dtype, step=1.0 if first else 2.0, kept_step=kept_step)
         self.roles, self.shape, self.first = roles, param.shape, first
         self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
@@ -148,8 +149,7 @@ def _kept_step(name: str, state: dict[str, Any]) -> Tensor:
     if step is None:
         raise StateDictTypeError(f"{name} has no step")
     if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu and step.numel() == 1):
-        if not is_number_of_steps(step):
-            raise StateDictTypeError(f"step of {name} must be a number of steps, got {quoted(step)}")
+        require_count(f"step of {name}", step)
         state["step"] = step = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     check_tensor(f"step of {name}", step)
     return step

@@ -28,6 +28,7 @@ from ..kernels.adam_state import (
     STORED_KEYS,
     code_key,
     joined_master,
+    require_bases,
     state_dtypes,
     unpacked,
 )
@@ -192,8 +193,8 @@ def _check_elements(what: str, part: Tensor, highest: int | None) -> None:
     odd = oddity(part)
     if odd is not None:
         raise StateDictError(f"{what} is {odd}, not a dense tensor with values")
-    if highest is not None and part.numel() and not 0 <= int(part.min()) <= int(part.max()) <= highest:
-        raise StateDictError(f"{what} must be from 0 to {highest}, and has {int(part.min())} to {int(part.max())}")
+    if highest is not None:
+        require_bases(what, part, highest)
 
 
 def plain_entry(entry: Mapping[str, Any], param: Tensor, group: Group) -> dict[str, Any]:

@@ -185,6 +185,7 @@ class ShardedEngine(BetweenSteps):
             if error is None:
                 check_options(self._user.param_groups)
                 self._forms.check(self._user.param_groups, self._user.state)
+                self.placement.require_counts()
             error = error or self.placement.conflict()
             if error is None:
                 self._planner.make_room()

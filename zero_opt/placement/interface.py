@@ -194,6 +194,9 @@ class Placement(ABC):
             StateDictError: it was replaced by what the native kernel cannot step.
         """
 
+    def require_counts(self) -> None:
+        """Raise StateDictError if the user has written to a count of steps what the native kernel cannot count on."""
+
     @abstractmethod
     def param_of(self, index: int) -> Tensor:
         """The tensor that is stepped for this rank's slice of a parameter."""

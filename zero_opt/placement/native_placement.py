@@ -154,6 +154,11 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         self._written()
         return in_place is None
 
+    def require_counts(self) -> None:
+        for shard in self._shards.values():
+            for position, count in enumerate(shard.steps.tolist()):
+                shard.next_step(position, count + 1)
+
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; a step under way ends, and is forgotten."""
         self._drop_pending()

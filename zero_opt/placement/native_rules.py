@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam
+from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..kernels.adam_state import HALVES, MAXIMUM
+from ..kernels.checks import is_number_of_steps
 from ..kernels.functions import ADAM
 from ..kernels.native_optimizer import torch_class_of
 from ..kernels.table import NATIVE_CLASSES, UPDATES
@@ -130,15 +131,15 @@ def require_fitting(
             continue
         is_tensor = isinstance(value, Tensor)
         if key == "step":
-            wanted = "a number"
-            fits = value.numel() == 1 and not value.is_meta if is_tensor else isinstance(value, (int, float))
+            wanted, fits = "a number of steps", is_number_of_steps(value)
         else:
             part = f" or, of this rank's part alone, {tuple(shape)}" if shape != flat.shape else ""
             wanted = f"a floating-point tensor of shape {tuple(flat.shape)}{part}"
             dense = is_tensor and value.layout is torch.strided and not value.is_meta
             fits = dense and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:
-            given = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else repr(value)
+            one = not is_tensor or (value.dim() == 0 and not value.is_meta)
+            given = quoted(value) if one else f"{value.dtype} of shape {tuple(value.shape)}"
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
 
 

@@ -22,9 +22,8 @@ from ..errors import UnsupportedParam
 from ..kernels.checks import shared_pair
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
-from ..system.inference_mode import version_of
+from ..system.inference_mode import versions_of
 
-_version_getter = attrgetter("_version")
 _grad_dtype_getter = attrgetter("grad_dtype")
 _VERSIONS = 1 << 32  # version counters wrap
 # Held while a write of ours is counted twice, as a write and as ours, and while both counts are read.
@@ -221,14 +220,6 @@ class FlatParam:
         run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
         self.shaped(run).copy_(value)
         return run
-
-
-def versions_of(params: Collection[Tensor]) -> list[int]:
-    """Return the version of each tensor, 0 of inference tensors, which have none."""
-    try:
-        return list(map(_version_getter, params))
-    except RuntimeError:
-        return list(map(version_of, params))
 
 
 def grad_dtypes_of(params: Collection[Tensor]) -> list[torch.dtype | None]:

@@ -320,6 +320,7 @@ def test_8_bit_moments_must_lie_as_the_param_does() -> None:
     optimizer.step()
     state = optimizer.state[param]
     state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    state["exp_avg_base"] = state["exp_avg_base"].clone()
     with pytest.raises(ValueError, match="8-bit moments of CPUAdam param 0 of group 0 must lie in memory as the param"):
         optimizer.step()
 

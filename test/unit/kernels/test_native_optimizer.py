@@ -271,6 +271,51 @@ def test_an_entry_that_is_no_dict_is_refused_before_anything_changes(cls: Any, o
     assert sorted(optimizer.state_dict()["state"]) == [0, 1]
 
 
+ODD_COUNTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "NaN": lambda state: state.update(step=torch.nan),
+    "NaN in place": lambda state: state["step"].fill_(torch.nan),
+    "inf": lambda state: state.update(step=torch.tensor(torch.inf)),
+    "too large": lambda state: state.update(step=1e39),
+    "below 0": lambda state: state.update(step=-7.0),
+    "-7 in place": lambda state: state["step"].fill_(-7.0),
+    "-1 in place": lambda state: state["step"].fill_(-1.0),
+    "one of a dimension": lambda state: state.update(step=torch.tensor([-1.0])),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_COUNTS)
+@pytest.mark.parametrize(
+    ("cls", "form"),
+    [
+        (CPUAdamW, AdamState()),
+        (CPUAdamW, AdamState("bfloat16")),
+        (CPUAdamW, AdamState("block8", "split")),
+        (CPUAdagrad, MASTERS),
+    ],
+    ids=str,
+)
+def test_a_step_count_that_is_none_is_refused_before_anything_changes(cls: Any, form: AdamState, odd: str) -> None:
+    dtype = torch.bfloat16 if form.master else torch.float32
+    params = [Parameter(torch.linspace(-1, 1, 64).to(dtype)) for _ in range(3)]
+    optimizer = cls([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], lr=0.1, state=form)
+
+    def step(count: int) -> None:
+        for param in params[:count]:
+            param.grad = torch.linspace(1, 2, 64).to(dtype)
+        optimizer.step()
+
+    step(2)
+    saved, before = copy.deepcopy(optimizer.state_dict()), [param.detach().clone() for param in params]
+    ODD_COUNTS[odd](optimizer.state[params[1]])
+    with pytest.raises(StateDictError, match=r"step of .* param 0 of group 1 must be a number of steps, got"):
+        step(3)  # the third has no state yet
+    assert_bitwise([param.detach() for param in params], before)
+    optimizer.state[params[1]]["step"] = torch.tensor(1.0)
+    assert_bitwise(optimizer.state_dict(), saved)
+    step(3)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [2.0, 2.0, 1.0]
+
+
 def test_what_else_is_in_the_state_stays_the_users() -> None:
     param = Parameter(torch.ones(64))
     optimizer = CPUAdamW([param])

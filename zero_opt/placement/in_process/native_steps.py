@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import is_
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import StateDictError
 from ...kernels.adam_state import BESIDE, new_state
-from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor
+from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
 from ...kernels.runs import check_arrays
 from ...kernels.slots import Slot, SlotBatch
 from ...kernels.threads import checked_threads
@@ -82,6 +82,19 @@ class NativeSteps:
                 state[role] = value.to(HOST, torch.float32 if value.is_floating_point() else value.dtype)
         if not self.update.begins(state, roles):
             self._require_steppable(unit, position, state, roles)
+
+    def require_counts(
+        self, units: Iterable[Unit], groups: Sequence[Mapping[str, Any]], states: StatesByTensor
+    ) -> None:
+        """Raise StateDictError, naming the parameter, if a state that it steps has a step count that is none."""
+        places, counts = list[tuple[Unit, int]](), list[Any]()
+        for unit in units if self.update.counts else ():
+            for number, positions in unit.by_group(range(len(unit.pieces))):
+                if self.can_step(unit, groups[number]):
+                    kept = [(at, state) for at in positions if "step" in (state := states.get(unit.stepped[at]) or {})]
+                    places += ((unit, at) for at, _ in kept)
+                    counts += (state["step"] for _, state in kept)
+        require_counts(counts, lambda number: places[number][0].flats[places[number][1]].label)
 
     @property
     def threads(self) -> int:

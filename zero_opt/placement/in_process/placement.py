@@ -314,6 +314,11 @@ class DevicePlacement(SlicePlacement[Unit]):
         self._held.forget()
         return True
 
+    def require_counts(self) -> None:
+        if self._native is not None:
+            units = [unit for of_bucket in self._units.values() for unit in of_bucket]
+            self._native.require_counts(units, self._optimizer.param_groups, self._optimizer.state)
+
     def param_of(self, index: int) -> Tensor:
         unit, position = self._places[index]
         return unit.stepped[position]

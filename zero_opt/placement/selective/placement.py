@@ -199,6 +199,9 @@ class SelectivePlacement(Placement):
             self._load_slice(index, saved, column_slice.columns.chosen)
         return state is not shown
 
+    def require_counts(self) -> None:
+        self._small.require_counts()
+
     def param_of(self, index: int) -> Tensor:
         return self._slices[index].part(0) if index in self._slices else self._small.param_of(index)
 

@@ -15,8 +15,8 @@ from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
 from ...reduction.interface import GradShard, ParamsByBucket, used_params
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import versions_of
 from ...system.devices import is_host
+from ...system.inference_mode import versions_of
 from ...system.interrupts import uninterrupted
 from ...system.log import log
 from ...system.phases import Phase

@@ -1,0 +1,116 @@
+"""What in the state of an optimizer by itself holds no values, so that the step alone may write or replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateDictError
+from ..policies import AdamState
+from ..system.inference_mode import version_of, versions_of
+from ..system.same_objects import SameObjects, addresses
+from .adam_state import BESIDE, HIGHEST_BASES, MOMENTS, require_bases
+from .checks import oddity
+from .runs import BASES
+
+# Keys that may have codes, and their dtypes.
+CODES, CODE_DTYPES = (*MOMENTS, *BESIDE), (torch.uint8, torch.int16)
+_ELSEWHERE = -1  # a value that has lain under another key
+
+# Of each param, in one order: its state, an empty one where there is none.
+States = Sequence[Mapping[str, Any]]
+# Whose state has had a tensor, as a position among all, under which key, and what a write to it changes.
+_Noted = tuple[int, str, tuple[int, int]]
+
+
+def write_mark(tensor: Tensor) -> tuple[int, int]:
+    """Return what is another after a write to a tensor, or after its data were replaced."""
+    return version_of(tensor), tensor.data_ptr()
+
+
+class CodeWatch:
+    """The codes in an optimizer's state: 8-bit moments with their bases, and what split masters have beside params.
+
+    A moment's codes mean something beside their own base alone, and so may come in the place of others together with
+    it, as they do where the user moves or copies the entry of a param.
+    """
+
+    def __init__(self, form: AdamState) -> None:
+        self._form = form
+        self._pairs = tuple(zip(MOMENTS, BASES, strict=True)) if form.moments == "block8" else ()
+        # A remainder belongs to its param, and comes to another one with the whole entry alone.
+        whole = ("remainder", "step", *MOMENTS) if form.master == "split" else ()
+        self._keys = tuple(dict.fromkeys((*whole, *chain.from_iterable(self._pairs))))
+        self._values: list[Any] = []  # as the last step or load has left them: of each state in turn, of each key
+        self._same, self._marks = SameObjects(), _marks_of([])
+
+    @property
+    def watches(self) -> bool:
+        """Whether the form has codes."""
+        return bool(self._keys)
+
+    def _values_of(self, states: States) -> list[Any]:
+        return [state.get(key) for state in states for key in self._keys]
+
+    def note(self, states: States) -> None:
+        """Remember states as they are."""
+        self._values = self._values_of(states)
+        self._same.note(self._values)
+        self._marks = _marks_of(self._values)
+
+    def require_own(self, states: States, name_of: Callable[[int], str]) -> None:
+        """Raise StateDictError if the user has written to codes, or replaced some without what belongs to them.
+
+        Args:
+            name_of: returns what error messages call the param at a position.
+        """
+        if self._same.are(self._values_of(states)) and _marks_of(self._values) == self._marks:
+            return
+        places = ((at, key) for at in range(len(self._values) // len(self._keys)) for key in self._keys)
+        marks = iter(zip(*self._marks, strict=True))
+        noted = {
+            id(value): (at, key, next(marks))
+            for (at, key), value in zip(places, self._values, strict=True)
+            if isinstance(value, Tensor)
+        }
+        for at, state in enumerate(states):
+            own = {key: noted[id(state[key])] for key in self._keys if id(state.get(key)) in noted}
+            self._require_own(at, state, own, name_of)
+
+    def _require_own(
+        self, at: int, state: Mapping[str, Any], noted: Mapping[str, _Noted], name_of: Callable[[int], str]
+    ) -> None:
+        """Raise as :meth:`require_own`, of the state at a position; ``noted``: what is known of its values."""
+        for key in CODES:
+            if key in noted and state[key].dtype in CODE_DTYPES and noted[key][2] != write_mark(state[key]):
+                raise self._refusal(name_of(at), key, "was written to in place")
+        # By key: whose value it is under that key. Of values that the user has made nothing is known.
+        origins = {key: place if known == key else _ELSEWHERE for key, (place, known, _) in noted.items()}
+        for moment, base in self._pairs:
+            first, second = origins.get(moment), origins.get(base)
+            if first != second or first == _ELSEWHERE:
+                replaced, kept = (base, moment) if first == at else (moment, base)
+                raise self._refusal(name_of(at), replaced, f"was replaced without {kept!r}")
+            if first is None and isinstance(state.get(base), Tensor) and oddity(state[base]) is None:
+                require_bases(f"{name_of(at)}: state {base!r}", state[base], HIGHEST_BASES[base])
+        mine, others = origins.get("remainder"), {origins[key] for key in origins if key != "remainder"}
+        if "remainder" in state and mine != at and others - {mine}:
+            raise self._refusal(name_of(at), "remainder", "was replaced without the rest of the entry")
+
+    def _refusal(self, name: str, key: str, what: str) -> StateDictError:
+        dtype = torch.uint8 if key in MOMENTS else torch.int16
+        return StateDictError(
+            f"{name}: state {key!r} {what}. It holds no values: it is stored as {dtype} in the form of {self._form}; "
+            "change values in what state_dict() returns, and load that. To go on, load a state dict, or start afresh "
+            "with opt.state.clear()"
+        )
+
+
+def _marks_of(values: list[Any]) -> tuple[list[int], list[int]]:
+    """Return versions and addresses of those that are tensors, of which a write, or other data, changes one."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return versions_of(tensors), addresses(tensors)
