@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..system.inference_mode import outside_inference_mode, version_of
@@ -125,19 +126,28 @@ class ReadThrough(MutableMapping[str, Any]):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """A context that adopts the values: they stay, and whatever is written to them after it is another edit."""
+        """A context that adopts the values. What was read before shows, in place, what there is after it.
+
+        So whatever users write to it then is another edit.
+        """
         self.forget_live()
-        values = dict(self._values)
+        read = {key: value for key, value in self._values.items() if self._is_own(key) and isinstance(value, Tensor)}
         yield
-        self._values = values
-        self._made = {key: _as_it_is(value) for key, value in values.items()}
-        self._dropped.clear()
+        self.forget()
+        with outside_inference_mode(), torch.no_grad():
+            for key, value in read.items():
+                if key in self._saved:
+                    self._values[key] = value.copy_(self._saved[key])
+                    self._made[key] = _as_it_is(value)
 
     def forget_live(self) -> None:
         """Show what there is now of values in the state's own memory: what users write to these needs no adoption."""
-        for key in [key for key, (value, _, _) in self._made.items() if self._values.get(key) is value]:
-            if self._saved.is_live(key):
-                del self._values[key], self._made[key]
+        for key in [key for key in self._made if self._is_own(key) and self._saved.is_live(key)]:
+            del self._values[key], self._made[key]
+
+    def _is_own(self, key: str) -> bool:
+        """Return whether there is a value that was made here, and not one that users have put in its place."""
+        return key in self._made and self._values.get(key) is self._made[key][0]
 
     def forget(self) -> None:
         """Show what there is now."""

@@ -73,3 +73,21 @@ def test_an_entry_takes_others_in_place(form: str) -> None:
     optimizer.consolidate_state_dict()
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], expected)
     optimizer.close()
+
+
+@pytest.mark.parametrize("form", COMPACT)
+def test_a_value_shows_what_was_adopted_of_it(form: str) -> None:
+    """As a value that is read anew does: an edit of one value rounds none that was adopted before again."""
+    param = nn.Parameter(torch.ones(200))
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, offload=zero_opt.CPUOffload(), state=FORMS[form])
+    param.grad = torch.linspace(-1.0, 1.0, 200)
+    optimizer.step()
+    held, squares = (optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq"))
+    for factor in (0.37, 0.61):
+        held.mul_(factor)
+        squares.mul_(factor)
+        optimizer.consolidate_state_dict()
+        saved = optimizer.state_dict()["state"][0]
+        assert_bitwise([held, squares], [saved["exp_avg"], saved["exp_avg_sq"]])
+        assert optimizer.state[param]["exp_avg"] is held
+    optimizer.close()

@@ -421,3 +421,20 @@ def test_what_the_fields_take() -> None:
         WorkerOffload(warmup_steps=1)
     with pytest.raises(ConfigConflict, match="not with selective"):
         WorkerOffload(delay=1, prediction=1.0, selective=zero_opt.Selective())
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "block8"])
+def test_steps_that_are_not_late_round_ties_as_split_masters_do(moments: Any) -> None:
+    """The new master, 0.7421875 * 0.99 - 0.1 or about so, is as far from 0.6328125 as from 0.63671875."""
+    offload = WorkerOffload(delay=1, prediction=1.0, warmup_steps=1)
+    plain, param = (nn.Parameter(torch.full((200,), 0.7421875, dtype=torch.bfloat16)) for _ in range(2))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "state": AdamState(moments, "split")}
+    reference = zero_opt.CPUAdamW([plain], **options)
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, offload=offload, **options)
+    for stepped, stepper in ((plain, reference), (param, optimizer)):
+        stepped.grad = torch.full((200,), 0.53125, dtype=torch.bfloat16)
+        stepper.step()
+    optimizer.flush()
+    assert float(plain[0].detach()) == 0.63671875  # a tie, rounded away from 0
+    assert_bitwise(param.detach(), plain.detach())
+    optimizer.close()
