@@ -142,7 +142,7 @@ std::int32_t update_by_staging(const StepScalars& scalars, const UpdateRun& run,
   if (predicts(scalars, run)) {
     predict(scalars, run, start, lanes, staging);
     write_out(run, start, n, staging.predicted, staging);
-  } else if (run.out != nullptr && staged) {  // as split: write_out() rounds ties in another way
+  } else if (staged && run.out_format == Format::kBfloat16) {  // as split: write_out() rounds ties in another way
     std::uint16_t* out = static_cast<std::uint16_t*>(run.out) + start;
     for (std::int64_t i = 0; i < n; ++i) out[i] = to.half_param[i];
   } else if (run.out != nullptr) {

@@ -91,7 +91,7 @@ StepScalars scalars_of(const Hypers& hypers, double step) {
 
 std::uint32_t dither_of(double step) {
   // One round of splitmix64 (Steele, Lea and Flood 2014).
-  constexpr double kEnd = 18446744073709551616.0;  // of the numbers that have an integer; NaN is none
+  constexpr double kEnd = 18446744073709551616.0;  // 2^64: larger counts fit no integer, and NaN fails both comparisons
   const std::uint64_t number = step >= 0.0 && step < kEnd ? static_cast<std::uint64_t>(step) : 0;
   std::uint64_t mixed = number * 0x9e3779b97f4a7c15ull;
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ull;

@@ -52,6 +52,8 @@ class StoreCalls:
             future: Future[_Answer] | None = None if self._silent else submitted(self._thread, call, *arguments)
             if future is not None and self._answered(future):
                 return future.result(0)
+            if self._thread.ended:
+                raise PeerLost("the process group's store is called no more, since this rank has given up waiting")
             self._silent = True
         except dist.DistError as error:
             text = first_line(error)

@@ -1,4 +1,4 @@
-"""What in the state of an optimizer by itself holds no values, so that the step alone may write or replace it."""
+"""Codes in the state of an optimizer by itself, which only the step may write or replace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ELSEWHERE = -1  # a value that has lain under another key
 
 # Of each param, in one order: its state, an empty one where there is none.
 States = Sequence[Mapping[str, Any]]
-# Whose state has had a tensor, as a position among all, under which key, and what a write to it changes.
+# Position of the parameter, key, and write mark of a noted tensor.
 _Noted = tuple[int, str, tuple[int, int]]
 
 
 def write_mark(tensor: Tensor) -> tuple[int, int]:
-    """Return what is another after a write to a tensor, or after its data were replaced."""
+    """Return a value that changes when a tensor is written to, or its data are replaced."""
     return version_of(tensor), tensor.data_ptr()
 
 
@@ -42,7 +42,7 @@ class CodeWatch:
     def __init__(self, form: AdamState) -> None:
         self._form = form
         self._pairs = tuple(zip(MOMENTS, BASES, strict=True)) if form.moments == "block8" else ()
-        # A remainder belongs to its param, and comes to another one with the whole entry alone.
+        # A remainder belongs to its param, and comes back to it, as a copy, with the whole entry alone.
         whole = ("remainder", "step", *MOMENTS) if form.master == "split" else ()
         self._keys = tuple(dict.fromkeys((*whole, *chain.from_iterable(self._pairs))))
         self._values: list[Any] = []  # as the last step or load has left them: of each state in turn, of each key
@@ -94,12 +94,16 @@ class CodeWatch:
             first, second = origins.get(moment), origins.get(base)
             if first != second or first == _ELSEWHERE:
                 replaced, kept = (base, moment) if first == at else (moment, base)
-                raise self._refusal(name_of(at), replaced, f"was replaced without {kept!r}")
+                what = f"was replaced without {kept!r}" if replaced in state else f"is missing beside {kept!r}"
+                if _ELSEWHERE in (first, second):
+                    replaced, what = (moment if first == _ELSEWHERE else base), "is the value of another key"
+                raise self._refusal(name_of(at), replaced, what)
             if first is None and isinstance(state.get(base), Tensor) and oddity(state[base]) is None:
                 require_bases(f"{name_of(at)}: state {base!r}", state[base], HIGHEST_BASES[base])
         mine, others = origins.get("remainder"), {origins[key] for key in origins if key != "remainder"}
-        if "remainder" in state and mine != at and others - {mine}:
-            raise self._refusal(name_of(at), "remainder", "was replaced without the rest of the entry")
+        if "remainder" in state and mine != at and (mine is not None or others):
+            what = "was replaced without the rest of the entry" if mine is None else "belongs to another parameter"
+            raise self._refusal(name_of(at), "remainder", what)
 
     def _refusal(self, name: str, key: str, what: str) -> StateDictError:
         dtype = torch.uint8 if key in MOMENTS else torch.int16

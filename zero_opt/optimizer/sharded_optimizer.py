@@ -144,7 +144,7 @@ class ShardedOptimizer(UnevenInputs):
         with on_failure(groups.close), groups.announcing():
             given = (self._config, groups, self)
             engine = ShardedEngine(*given) if mesh is None else DTensorEngine(*given, mesh)
-        with on_failure(engine.close), groups.announcing():  # a traceback may keep it, with the worker and cores
+        with on_failure(engine.close), groups.announcing():  # a traceback may keep it alive, and its worker
             engine.add_groups()
         return engine
 

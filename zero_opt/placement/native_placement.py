@@ -143,13 +143,13 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         self._await_copies()
         require_own_master(shard.flats[position].label, state or {}, shard.form)
         shard.read_params([position])  # a master that is not in the new state is not of a parameter of before
-        saved = {} if state is None else dict(state)
-        require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
-        require_squares_of(shard.flats[position].label, saved, shard.form)
         in_place = state if isinstance(state, ReadThrough) and state is shard.state(position) else None
-        if in_place is None:
-            shard.forget_views(position)
         with nullcontext() if in_place is None else in_place.settled():
+            saved = {} if state is None else dict(state)
+            require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
+            require_squares_of(shard.flats[position].label, saved, shard.form)
+            if in_place is None:
+                shard.forget_views(position)
             shard.load(position, saved)
         self._written()
         return in_place is None

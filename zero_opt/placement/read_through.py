@@ -126,9 +126,9 @@ class ReadThrough(MutableMapping[str, Any]):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """A context that adopts the values. What was read before shows, in place, what there is after it.
+        """A context in which the caller adopts the values; afterwards, tensors that were read before show the result.
 
-        So whatever users write to it then is another edit.
+        So what users write to them then is another edit.
         """
         self.forget_live()
         read = {key: value for key, value in self._values.items() if self._is_own(key) and isinstance(value, Tensor)}
@@ -136,8 +136,9 @@ class ReadThrough(MutableMapping[str, Any]):
         self.forget()
         with outside_inference_mode(), torch.no_grad():
             for key, value in read.items():
-                if key in self._saved:
-                    self._values[key] = value.copy_(self._saved[key])
+                now = self._saved.get(key)
+                if now is not None and (now.dtype, now.shape) == (value.dtype, value.shape):
+                    self._values[key] = value.copy_(now)
                     self._made[key] = _as_it_is(value)
 
     def forget_live(self) -> None:

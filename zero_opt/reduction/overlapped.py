@@ -304,8 +304,8 @@ class OverlappedReduction(GradReduction):
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         if self._passes.broken():
             error = error or StepDesync(
-                f"a backward ended in an exception; {self._after_exception}. One that goes on in another thread counts "
-                "as such: step after it"
+                f"a backward ended in an exception; {self._after_exception}. One that is still running in another "
+                "thread is reported the same way: call step() after it ends"
             )
         if self._spoiled:
             error = error or StepDesync(

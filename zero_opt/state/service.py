@@ -364,9 +364,9 @@ class StateService:
                     own.copy_to(targets[self._side.rank])
                     self._wait_beside(self._fetch_all, pull, targets)
             except (PeerLost, OptimizerClosed) as error:
-                broken = error.__cause__ is not None or self._lost is not None
-                words, patience_s = (backend_words(error), _FAREWELL_S) if broken else ("", 0.0)
-                known = self._watch.explain(words, patience_s=patience_s)  # a rank may be behind since it has left
+                if error.__cause__ is None and self._lost is None:  # no connection has broken
+                    raise
+                known = self._watch.explain(backend_words(error), patience_s=_FAREWELL_S)
                 if known is None:
                     raise
                 raise known from error
@@ -392,8 +392,11 @@ class StateService:
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
         asked = submitted(self._beside, call, *arguments)
-        with on_failure(self._beside.leave):  # a rank that does not answer may keep the thread for long
+        try:
             return outcome(asked, self._side.lookout)
+        finally:
+            if not asked.done():  # a rank that does not answer may keep the thread for long
+                self._beside.leave()
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
@@ -423,6 +426,9 @@ class StateService:
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
             pull.heard[rank] = answer.step
+        left = self._departures.of(rank)
+        if answer.code == Verdict.BEHIND.value and left is not None:
+            raise PeerLost(left.text(f"rank {rank}", "has ended"))
         answer.require_ready(rank, pull.step)
         payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:

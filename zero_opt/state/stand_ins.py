@@ -18,6 +18,7 @@ from torch import Tensor
 from ..layout import indices_of
 from ..placement import PlacementPolicy
 from ..placement.native_rules import ADAM_CLASSES
+from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
 from .alike_entries import AlikeEntries
 from .state_dict import apart
@@ -132,23 +133,28 @@ class StandIns:
             as_seen = [part for alike in known for part in self._as_seen(alike, objects=edited)]
             self._alike[kind] = [part for alike in as_seen for part in self._stepped(kind, alike, stepped)]
 
-    def _as_seen(self, alike: AlikeEntries, *, objects: bool) -> list[AlikeEntries]:
-        """Return these entries as the user has left them, those together that have equal scalars."""
-        if not alike.are_edited(objects=objects):
-            return [alike]
+    def _as_seen(self, alike: AlikeEntries, *, objects: bool) -> Iterator[AlikeEntries]:
+        """Yield these entries as the user has left them: those that were edited, and the rest together."""
+        edited = alike.edited_members() if alike.are_edited(objects=objects) else []
+        if len(edited) < len(alike.members):
+            if edited:
+                alike.keep_only([index for index in alike.members if index not in set(edited)])
+            yield alike
         state, params = self._owner.state, self._params
-        entries = {index: state.get(params[index]) or _NOTHING for index in alike.members}
-        return [
-            self._enter(members, {key: apart(value) for key, value in entries[members[0]].items()})
-            for members in _with_equal_scalars(entries)
-        ]
+        for index in edited:
+            entry = state.get(params[index]) or _NOTHING
+            plain = {key: _plain(value) for key, value in entry.items()}
+            if type(entry) is dict and entry and all(map(_can_be_written, entry.values())):
+                yield AlikeEntries.around(state, params, index, plain)
+            else:
+                yield self._enter([index], plain)
 
     def _stepped(self, kind: Kind, alike: AlikeEntries, used: frozenset[int]) -> Iterator[AlikeEntries]:
         """Step these entries, as far as they are of ``used`` parameters. Yields all of them."""
         members, entry = alike.members, alike.entry
         stepped = members if used.issuperset(members) else [index for index in members if index in used]
         if stepped and stepped is not members:
-            alike.leave_to([index for index in members if index not in used])
+            alike.keep_only([index for index in members if index not in used])
             entry = {key: apart(value) for key, value in entry.items()}
         after = self._after_a_step(kind, entry) if stepped else None
         if stepped is not members:
@@ -191,7 +197,7 @@ class StandIns:
         """Return what the class makes of a parameter's saved state; of none, what it makes when it is constructed."""
         made = self._new_trial(kind)
         if saved:
-            saved = {key: apart(value) for key, value in _with_elements(saved, self._trials[kind]).items()}
+            saved = {key: _plain(value) for key, value in _with_elements(saved, self._trials[kind]).items()}
             packed = made.optimizer.state_dict()["param_groups"]
             made.optimizer.load_state_dict({"state": {0: saved}, "param_groups": packed})
         return _without_elements(made.state, {})
@@ -205,10 +211,23 @@ def _with_equal_scalars(entries: Mapping[int, Mapping[str, Any]]) -> Iterable[li
     return equal.values()
 
 
+def _can_be_written(value: Any) -> bool:
+    """Return whether a step can go on in a value that the user has put in; one that is no tensor is replaced."""
+    plain = type(value) in (Tensor, torch.nn.Parameter) and not (value.is_meta or value.is_inference())
+    return not isinstance(value, Tensor) or (plain and value.layout is torch.strided and not value.requires_grad)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a value, of which a DTensor, as users may load or put in, is plain."""
+    return apart(value.to_local() if is_dtensor(value) else value)
+
+
 def _number(value: Any) -> Any:
+    """Return what two values have in common if they are the same scalar."""
     if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.dim() == 0 else ()
+        return type(value), value
+    readable = value.dim() == 0 and not value.is_meta
+    return value.dtype, value.device, value.item() if readable else ()
 
 
 def _without_elements(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,3 +72,25 @@ def _one_layer_at_a_time(rank: int, world_size: int, late: bool) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_step_updates_may_change_from_step_to_step(late: bool) -> None:
     run_processes(2, _one_layer_at_a_time, late)
+
+
+def _matrices_in_windows(rank: int, world_size: int) -> None:
+    """Matrices wait until a window closes; a bias without a gradient is left alone by that."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    zero_opt.broadcast_params(model)
+    offload = zero_opt.CPUOffload(selective=zero_opt.Selective(topk_ratio=0.5, update_interval=2))
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), zero_opt.CPUAdamW, lr=0.1, offload=offload)
+    for number in range(6):
+        kept = model[1].bias.square().sum()
+        trained = model[0](torch.ones(2, 4)) if number % 2 else model[0](torch.ones(2, 4)) + model[1].bias
+        trained.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 2:
+            kept.backward()
+            optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_a_window_that_closes_leaves_what_has_no_gradient() -> None:
+    run_processes(2, _matrices_in_windows)

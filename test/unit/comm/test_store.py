@@ -16,17 +16,18 @@ def test_a_wait_for_an_answer_ends_once_the_store_is_called_no_more(monkeypatch:
     monkeypatch.setattr(store, "_ANSWER_S", PATIENCE_S)
     answered, calls, said = threading.Event(), store.StoreCalls(), list[str]()
 
+    asked = threading.Event()
+
     def call() -> None:
         try:
-            calls(answered.wait)
+            calls(lambda: (asked.set(), answered.wait()))
         except zero_opt.PeerLost as error:
             said.append(str(error))
 
     waiting = threading.Thread(target=call, daemon=True)
     waiting.start()
-    while not calls._thread.runs:
-        pass
+    asked.wait(PATIENCE_S)
     calls.close()
     waiting.join(PATIENCE_S / 10)
     answered.set()
-    assert said and said[0].startswith("the process group's store has not answered")
+    assert said and said[0].startswith("the process group's store is called no more")

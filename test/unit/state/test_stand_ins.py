@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,22 @@ from zero_opt.state import stand_ins
 from zero_opt.state.stand_ins import Kind, StandIns
 
 SHAPES = ((3, 2), (4,), (4,), ())
+
+
+def _point_elsewhere(entry: Any, number: float) -> None:
+    entry["step"].data = torch.tensor(number)
+
+
+# Ways to change the step count in an entry.
+EDITS: dict[str, Callable[[Any, float], Any]] = {
+    "add_": lambda entry, number: entry["step"].add_(number),
+    "fill_": lambda entry, number: entry["step"].fill_(number),
+    "uncounted": lambda entry, number: entry["step"].detach().numpy().fill(number),
+    "data": _point_elsewhere,
+    "replace": lambda entry, number: entry.update(step=torch.tensor(number)),
+    "as it is": lambda entry, _: entry.update(step=entry["step"].clone()),
+    "wider": lambda entry, _: entry.update(step=entry["step"].double()),
+}
 
 
 class Elsewhere:
@@ -87,7 +104,7 @@ def test_edits_count_from_the_next_step_on() -> None:
     calls=st.lists(
         st.one_of(
             st.sets(st.integers(0, 3)),  # the parameters that a step uses
-            st.tuples(st.sampled_from(["add_", "fill_", "replace"]), st.integers(0, 3), st.integers(0, 5)),
+            st.tuples(st.sampled_from(sorted(EDITS)), st.integers(0, 3), st.integers(0, 5)),
         ),
         max_size=8,
     ),
@@ -101,12 +118,33 @@ def test_an_edit_is_that_of_one_entry_alone(name: str, calls: list[Any]) -> None
         else:
             how, index, number = call
             for state in (elsewhere.owner.state, elsewhere.plain.state):
-                entry = state[elsewhere.params[index]]
-                if how == "replace":
-                    entry["step"] = torch.tensor(float(number))
-                else:
-                    getattr(entry["step"], how)(number)
+                EDITS[how](state[elsewhere.params[index]], float(number))
         elsewhere.compare()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_leaves_the_objects_of_other_entries(edit: str) -> None:
+    elsewhere = Elsewhere()
+    elsewhere.step(0, 1, 2, 3)
+    held = [elsewhere.owner.state[param] for param in elsewhere.params]
+    counts = [entry["step"] for entry in held]
+    EDITS[edit](held[1], 7.0)
+    counts[1] = held[1]["step"]
+    for _ in range(2):
+        elsewhere.stand_ins.step(mask_of(range(4)))
+    for param, entry, count in zip(elsewhere.params, held, counts, strict=True):
+        assert elsewhere.owner.state[param] is entry and entry["step"] is count
+    assert [float(count) for count in counts[2:]] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("odd", [3.0, torch.tensor(5.0, device="meta"), "three"])
+def test_an_edit_that_cannot_be_stepped_touches_no_other_entry(odd: Any) -> None:
+    elsewhere = Elsewhere()
+    elsewhere.step(0, 1, 2, 3)
+    elsewhere.owner.state[elsewhere.params[1]]["step"] = odd
+    for _ in range(2):
+        elsewhere.stand_ins.step(mask_of(range(4)))
+    assert [float(elsewhere.owner.state[elsewhere.params[at]]["step"]) for at in (0, 2, 3)] == [3.0] * 3
 
 
 def test_a_value_that_entries_share_is_stepped_once_where_others_of_theirs_are_replaced() -> None:

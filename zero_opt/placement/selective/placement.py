@@ -190,12 +190,12 @@ class SelectivePlacement(Placement):
                 f"the state of {column_slice.flat.label} was changed while a step for it was pending; call "
                 "opt.flush() before that"
             )
-        saved = {} if state is None else dict(state)
-        roles = self._roles[column_slice.group]
-        require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
         if state is not shown:
             shown.forget()
         with shown.settled():
+            saved = {} if state is None else dict(state)
+            roles = self._roles[column_slice.group]
+            require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
             self._load_slice(index, saved, column_slice.columns.chosen)
         return state is not shown
 
@@ -222,7 +222,7 @@ class SelectivePlacement(Placement):
             self._shown[index].forget()
         say_without_masters(without)
         all_params = {index: bucket.layout.params for index, bucket in self._buckets.items()}
-        self._waiting = all_params if self._schedule.in_window else {}
+        self._waiting = self._those(all_params, matrices=True) if self._schedule.in_window else {}
 
     def _resume_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
@@ -277,21 +277,22 @@ class SelectivePlacement(Placement):
         if self._schedule.closes and not self._delay:
             used = merged(used, self._waiting)
         elif self._schedule.since_selection < 0 or self._policy.topk_ratio == 0:  # matrices wait
-            used = self._without_matrices(used)
+            used = self._those(used, matrices=False)
         self._updated = dict(sorted(merged(used, self._arriving).items()))
         return self._updated
 
-    def _without_matrices(self, params: ParamsByBucket) -> ParamsByBucket:
-        small = {
+    def _those(self, params: ParamsByBucket, *, matrices: bool) -> ParamsByBucket:
+        """Return the matrices among these parameters, or the others."""
+        found = {
             index: [
                 param
                 for param, flat in zip(bucket.layout.params, bucket.params, strict=True)
-                if param in params[index] and not is_matrix(flat.param)
+                if param in params[index] and is_matrix(flat.param) == matrices
             ]
             for index, bucket in self._buckets.items()
             if index in params
         }
-        return {index: left for index, left in small.items() if left}
+        return {index: those for index, those in found.items() if those}
 
     def _select(self, grads: Sequence[GradShard]) -> None:
         """Choose columns of every matrix, on whatever rank it lies. Collective."""
@@ -333,7 +334,7 @@ class SelectivePlacement(Placement):
         self._chosen = {}
         for _ in self._small.step(grads, groups, grad_scale):
             pass
-        self._waiting = merged(self._waiting, used_params(grads))
+        self._waiting = merged(self._waiting, self._those(used_params(grads), matrices=True))
         for column_slice, grad in self._used(grads):
             column_slice.step(grad, groups[column_slice.group], grad_scale, self._update)
         for bucket in self._close_window(groups) if closes else ():
