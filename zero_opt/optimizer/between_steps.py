@@ -32,8 +32,8 @@ from ..sharding.gather import broadcast_shards
 from ..sharding.late_params import await_others
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
 from ..sharding.pending_params import PendingParams
+from ..state.alike_entries import StateOwner
 from ..state.guard import marks
-from ..state.stand_ins import StateOwner
 from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.log import log
 from ..system.streams import wait_done

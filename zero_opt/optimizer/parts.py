@@ -17,9 +17,10 @@ from ..reduction import ReductionParts, StepCount, bucket_mb_of, build_reduction
 from ..sharding.background_gather import build_gather
 from ..sharding.partition import Partition
 from ..sharding.wrapped_class import is_elementwise
+from ..state.alike_entries import StateOwner
 from ..state.full_state import FullState
 from ..state.guard import StateGuard, marks
-from ..state.stand_ins import StandIns, StateOwner
+from ..state.stand_ins import StandIns
 from ..state.visible_state import VisibleState
 from ..system.background_thread import SerialThread
 from .config import Config

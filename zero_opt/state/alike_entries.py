@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from torch import Tensor
 from ..system.devices import is_host
 from ..system.inference_mode import outside_inference_mode
 from ..system.same_objects import SameMemory, SameObjects
+
+
+class StateOwner(Protocol):
+    """What has the user's param groups and state: the optimizer, or a view of it."""
+
+    @property
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
+        """The user's param groups, as in ``torch.optim.Optimizer``."""
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """The user's state by parameter, as in ``torch.optim.Optimizer``."""
 
 
 def _scalars(entry: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -29,7 +41,7 @@ class AlikeEntries:
 
     def __init__(
         self,
-        state: MutableMapping[Tensor, Any],
+        owner: StateOwner,
         params: Sequence[Tensor],
         members: Sequence[int],
         entry: Mapping[str, Any],
@@ -43,18 +55,16 @@ class AlikeEntries:
         self._shown: list[dict[str, Any]] = []
         for at, index in enumerate(members if entry else ()):
             self._shown.append({**entry, **{key: column[at] for key, column in elements.items()}})
-            state[params[index]] = self._shown[-1]
-        self._state, self._params = state, params
+            owner.state[params[index]] = self._shown[-1]
+        self._owner, self._params = owner, params
         self._objects, self._memory = SameObjects(), SameMemory()
         self._note()
 
     @classmethod
-    def around(
-        cls, state: MutableMapping[Tensor, Any], params: Sequence[Tensor], index: int, entry: Mapping[str, Any]
-    ) -> AlikeEntries:
+    def around(cls, owner: StateOwner, params: Sequence[Tensor], index: int, entry: Mapping[str, Any]) -> AlikeEntries:
         """Take the entry that the user has made of one parameter's, as it is; ``entry``: a copy of it."""
-        made = cls(state, params, [index], {})
-        made.entry, made._shown = dict(entry), [state[params[index]]]
+        made = cls(owner, params, [index], {})
+        made.entry, made._shown = dict(entry), [owner.state[params[index]]]
         made._columns = {key: value.view(1) for key, value in _scalars(made._shown[0]).items()}
         made._note()
         return made
@@ -73,7 +83,8 @@ class AlikeEntries:
         return held
 
     def _now(self) -> list[Any]:
-        return [self._state.get(self._params[index]) or None for index in self.members]
+        state = self._owner.state  # the user may assign another one
+        return [state.get(self._params[index]) or None for index in self.members]
 
     def are_edited(self, *, objects: bool) -> bool:
         """Return whether the user has written to an entry in place or, if ``objects`` are looked at, otherwise."""

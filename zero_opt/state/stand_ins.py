@@ -7,10 +7,10 @@ used, not from its values. So a step of a few zeros makes the owners' scalars, t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +20,13 @@ from ..placement import PlacementPolicy
 from ..placement.native_rules import ADAM_CLASSES
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
-from .alike_entries import AlikeEntries
+from .alike_entries import AlikeEntries, StateOwner
 from .state_dict import apart
 from .trial import Trial, is_known
 
 _NOTHING: Mapping[str, Any] = {}
 # Hyperparameters of Adam by which its state has other keys, or lies elsewhere.
 _FORMS = ("amsgrad", "capturable", "fused", "foreach", "differentiable")
-
-
-class StateOwner(Protocol):
-    """What has the user's param groups and state: the optimizer, or a view of it."""
-
-    @property
-    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
-        """The user's param groups, as in ``torch.optim.Optimizer``."""
-
-    @property
-    def state(self) -> MutableMapping[Tensor, Any]:
-        """The user's state by parameter, as in ``torch.optim.Optimizer``."""
 
 
 class Kind(NamedTuple):
@@ -119,7 +107,7 @@ class StandIns:
     def _enter(self, members: Sequence[int], entry: Mapping[str, Any]) -> AlikeEntries:
         """Let the user see this state of ``members``."""
         self._entered.update(members if entry else ())
-        return AlikeEntries(self._owner.state, self._params, members, entry)
+        return AlikeEntries(self._owner, self._params, members, entry)
 
     def step(self, used: int, *, edited: bool = True) -> None:
         """Do for the entries what a step of the owners does.
@@ -145,7 +133,7 @@ class StandIns:
             entry = state.get(params[index]) or _NOTHING
             plain = {key: _plain(value) for key, value in entry.items()}
             if type(entry) is dict and entry and all(map(_can_be_written, entry.values())):
-                yield AlikeEntries.around(state, params, index, plain)
+                yield AlikeEntries.around(self._owner, params, index, plain)
             else:
                 yield self._enter([index], plain)
 

@@ -19,8 +19,9 @@ from ..sharding.partition import Partition
 from ..system.devices import is_host
 from ..system.interrupts import uninterrupted
 from ..system.same_objects import SameMemory, SameObjects, flattened
+from .alike_entries import StateOwner
 from .guard import NoReentry
-from .stand_ins import Kind, StandIns, StateOwner
+from .stand_ins import Kind, StandIns
 from .state_dict import cut
 
 
