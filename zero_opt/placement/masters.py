@@ -66,18 +66,25 @@ class FollowedParams:
         """Whether the user has written to the parameter since it was last read or written here."""
         return position in self._stale or self.flats[position].edits != self._known[position]
 
+    def rewritten(self, position: int) -> bool:
+        """Whether the user has written to the parameter, or re-pointed it, since it was last read or written here."""
+        return self.edited(position) or self.flats[position].repointed
+
+    def rewritten_run(self, position: int) -> Tensor:
+        """The slice of the parameter as it is now, 1-D, also of one that was re-pointed."""
+        return self.flats[position].elements()[slice(*self.pieces[position].in_param)]
+
     def saved_master(self, position: int, master: Tensor) -> Tensor:
-        """A master as users see it, or, if they have written to the parameter since, a copy that has followed it."""
-        if not self.edited(position):
+        """A master as users see it, or, if the parameter is :meth:`rewritten`, a copy that has followed it."""
+        if not self.rewritten(position):
             return master
         copy = master.clone()
-        self.flats[position].load()
-        follow_param(copy.as_strided((copy.numel(),), (1,)), self.param_run(position))
+        follow_param(copy.as_strided((copy.numel(),), (1,)), self.rewritten_run(position))
         return copy
 
     def saved_state(self, position: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state whose master, if it has one, is :meth:`saved_master`."""
-        if "master" not in state or not self.edited(position):
+        if "master" not in state or not self.rewritten(position):
             return state
         return {**state, "master": self.saved_master(position, state["master"])}
 
@@ -143,10 +150,7 @@ class MasterShard(FollowedParams, ABC):
 
         Of a split master, the parameter's half; what rounding has cut off stays.
         """
-        if not self.edited(position):
-            return self.master(position)
-        self.flats[position].load()
-        return self.param_run(position)
+        return self.rewritten_run(position) if self.rewritten(position) else self.master(position)
 
     def take_param(self, position: int) -> None:
         """Let the master be the parameter."""

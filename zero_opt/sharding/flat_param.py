@@ -169,7 +169,7 @@ class FlatParam:
                 elements share memory now, or gradients have another dtype.
         """
         check_grad_dtype(self.param, self.label)
-        if place_of(self.param) == self._where:
+        if not self.repointed:
             return False
         if self._identity() != self._planned:
             was, now = (
@@ -183,10 +183,18 @@ class FlatParam:
         check_memory(self.param, self.label)
         return True
 
+    @property
+    def repointed(self) -> bool:
+        """Whether ``param.data`` was re-pointed, to data that the plan may not fit."""
+        return place_of(self.param) != self._where
+
+    def elements(self) -> Tensor:
+        """Return the parameter as it is now, 1-D in storage order; what it was last if the plan does not fit it."""
+        return self.flatten(self.param.detach()) if self._identity() == self._planned else self.flat
+
     def as_planned(self) -> Tensor:
         """Return the parameter in the shape and order of the plan; if it has others by now, what it was last."""
-        fits = self._identity() == self._planned
-        return self.shaped(self.flatten(self.param.detach()) if fits else self.flat)
+        return self.shaped(self.elements())
 
     def load(self) -> None:
         """Bring a mirror up to date with the parameter, unless that does not fit any more."""
@@ -240,9 +248,7 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
     """Return the keys of the parameters that have :meth:`FlatParam.moved`; raise what that raises."""
-    elsewhere = [
-        key for key, flat in flats.items() if place_of(flat.param) != flat._where or _has_other_grads(flat.param)
-    ]
+    elsewhere = [key for key, flat in flats.items() if flat.repointed or _has_other_grads(flat.param)]
     return [key for key in elsewhere if flats[key].moved()]
 
 

@@ -1,4 +1,4 @@
-"""Parameters that were re-pointed to data that does not fit: the state that is saved is what it was."""
+"""What is saved after parameters were re-pointed: the state as it was if the data does not fit, else masters follow."""
 
 from __future__ import annotations
 
@@ -184,3 +184,58 @@ def _pending(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_pending_step_is_in_the_state(world_size: int, tmp_path: Path) -> None:
     run_processes(world_size, _pending, tmp_path)
+
+
+COMPACT = {"cls": zero_opt.CPUAdamW, "state": zero_opt.AdamState("block8", "split")}
+FOLLOWING = {
+    **{name: PLACES[name] for name in ("masters", "split", "cpu", "worker", "nvme", "worker, delayed", "selective")},
+    "compact": _maker(torch.bfloat16, **COMPACT),
+    "compact, cpu": _maker(torch.bfloat16, offload=zero_opt.CPUOffload(), **COMPACT),
+    "compact, worker": _maker(torch.bfloat16, offload=zero_opt.WorkerOffload(), **COMPACT),
+    "compact, nvme": _maker(torch.bfloat16, offload=zero_opt.NVMeOffload, **COMPACT),
+}
+
+
+def _write(param: nn.Parameter, values: Tensor) -> None:
+    with torch.no_grad():
+        param.copy_(values)
+
+
+def _repoint(param: nn.Parameter, values: Tensor) -> None:
+    param.data = values.clone()
+
+
+def _repoint_with_gaps(param: nn.Parameter, values: Tensor) -> None:
+    param.data = torch.stack([values, values], -1)[..., 0]
+
+
+@as_they_are
+def _follow(rank: int, world_size: int, name: str, folder: Path) -> None:
+    found = []
+    for change in (_write, _repoint, _repoint_with_gaps):
+        params, optimizer = FOLLOWING[name](folder / change.__name__)
+        for number in range(2):
+            _step(params, optimizer, number)
+        optimizer.flush()
+        for at in (ALIASED, MIRRORED):
+            change(params[at], params[at].detach() * 1.25)
+        torch.distributed.barrier()
+        states = [_entries(optimizer.state_dict())]
+        torch.distributed.barrier()
+        states += [*_consolidated(optimizer, world_size), _entries(zero_opt.sharded_state_dict(optimizer))]
+        found.append(states)
+        optimizer.close()
+    written, *repointed = found
+    for states in repointed:
+        for state, expected in zip(states, written, strict=True):
+            _equal(state, expected, f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_masters_that_are_saved_follow_a_parameter_that_was_re_pointed(
+    name: str, world_size: int, tmp_path: Path
+) -> None:
+    for change in (_write, _repoint, _repoint_with_gaps):
+        (tmp_path / change.__name__).mkdir()
+    run_processes(world_size, _follow, name, tmp_path)

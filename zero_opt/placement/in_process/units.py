@@ -145,6 +145,10 @@ class InPlace(Unit):
         """No: what the user writes to the parameter is in what is stepped."""
         return False
 
+    def rewritten(self, position: int) -> bool:
+        """Whether the parameter may be other than :meth:`master` is."""
+        return self.flats[position].mirrored or self.flats[position].repointed
+
     def read_params(self, positions: Sequence[int]) -> None:
         """Do nothing: the parameters are what is stepped."""
 

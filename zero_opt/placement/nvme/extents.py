@@ -79,7 +79,7 @@ class FileShard(StateShard):
         super().fill_new(roles)
 
     def saved_master(self, position: int, master: Tensor) -> Tensor:
-        if self.edited(position):  # it is read here
+        if self.rewritten(position):  # it is read here
             require_readable(self.master(position))
         return super().saved_master(position, master)
 
