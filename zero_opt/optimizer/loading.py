@@ -23,6 +23,7 @@ from ..sharding.wrapped_class import is_elementwise, needs_closure
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
+from ..state.usual_states import UsualStates
 from ..system.log import log
 from .arguments import check_options
 from .compact_rows import compact_places, compact_values
@@ -159,7 +160,7 @@ def fitted_state(
         loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
         config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)
-        fitting = _taken(loadable, param_groups, config, refused, whole=whole)
+        fitting = _taken(type(states)(loadable), param_groups, config, refused, whole=whole)
         return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too
     except (UnsupportedOptimizer, ConfigConflict) as error:
         raise StateDictError(f"in the state dict, {error}") from error
@@ -175,9 +176,10 @@ def _taken(
 ) -> dict[int, Mapping[str, Any]]:
     """Return the states that the placement takes, or the wrapped class itself."""
     params, taken = [param for group in param_groups for param in group["params"]], {}
+    usual = isinstance(states, UsualStates)  # plain tensors
     for index, state in states.items():
         with refused.each():
-            for key, value in state.items():
+            for key, value in () if usual else state.items():
                 if isinstance(value, Tensor) and is_dtensor(value):
                     check_own_part(value, f"state {key!r} of parameter {index}")
             for key in SQUARES if config.optimizer_class in NATIVE_CLASSES else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ from .entries import (
     spread,
 )
 from .state_dict import StatesByIndex, torch_dtype
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class LocalState:
@@ -92,7 +95,11 @@ class LocalState:
     def runs(self, packet: Packet) -> list[Tensor]:
         """Return the values that a packet is of, each as a contiguous run where it lives."""
         key, is_slice = packet.field.key, packet.field.kind == "slice"
-        return [self._run(index, self._value(index, key), is_slice=is_slice) for index in packet.params]
+        several = len(packet.params) > 1
+        values = [self._state[index][key] if several else self._value(index, key) for index in packet.params]
+        if {*map(Tensor.dim, values)} == {1} and all(map(Tensor.is_contiguous, values)):  # its own run, in either order
+            return [value.detach() for value in values] if any(map(_requires_grad, values)) else values
+        return [self._run(index, value.detach(), is_slice) for index, value in zip(packet.params, values, strict=True)]
 
     def _value(self, index: int, key: str) -> Tensor:
         """Return a value, which may have been made for this call, and not once more for the next part of it."""
@@ -101,10 +108,7 @@ class LocalState:
         value: Tensor = self._last[1]
         return value
 
-    def _run(self, index: int, value: Tensor, *, is_slice: bool) -> Tensor:
-        if value.dim() == 1 and value.is_contiguous():  # which is its own run, in either order
-            return value.detach() if value.requires_grad else value
-        value = value.detach()
+    def _run(self, index: int, value: Tensor, is_slice: bool) -> Tensor:
         if is_slice and value.shape == self.flats[index].shape:
             value = self.flats[index].flatten(value)
         return value.contiguous().view(-1)
@@ -143,17 +147,20 @@ class IncomingState:
             for state, value in zip(states, small_values(batch, field), strict=True):
                 state[field.key] = value
             return
-        values, dtype = self._values.setdefault(field.key, {}), torch_dtype(field.dtype)
-        for index, state in zip(batch.params, states, strict=True):
-            if field.key in state:
-                continue
-            flat = self._flats[index] if field.kind == "slice" else None
-            run = torch.empty(math.prod(field.shape) if flat is None else flat.numel, dtype=dtype, device="cpu")
+        values, like = (
+            self._values.setdefault(field.key, {}),
+            torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu"),
+        )
+        absent = [index for index, state in zip(batch.params, states, strict=True) if field.key not in state]
+        if field.kind != "slice":
+            for index in absent:
+                values[index] = like.new_empty(math.prod(field.shape))
+                self._states[index][field.key] = values[index].view(field.shape)
+            return
+        flats = [self._flats[index] for index in absent]
+        for index, flat, run in zip(absent, flats, map(like.new_empty, [flat.numel for flat in flats]), strict=True):
             values[index] = run
-            if flat is None:
-                state[field.key] = run.view(field.shape)
-            else:
-                state[field.key] = run if len(flat.shape) == 1 else flat.shaped(run)
+            self._states[index][field.key] = run if len(flat.shape) == 1 else flat.shaped(run)
 
     def places_for(self, batches: Sequence[Batch]) -> list[Places]:
         """Make room for what a rank lists; return where the elements of each of its :func:`packets` go.

@@ -14,8 +14,10 @@ from torch import Tensor
 from ..comm.groups import bytes_tensor, tensor_bytes
 from ..errors import StateDictError
 from ..kernels.runs import BASES, BLOCK_NUMEL, INT16, blocks_of
+from ..kernels.strides import dimensions_of
 from ..system.readable_pages import require_readable
 from .state_dict import dtype_name, is_plain, torch_dtype
+from .usual_states import columns_of_alike
 
 if TYPE_CHECKING:
     from .consolidate import FrozenState, LocalState
@@ -162,6 +164,31 @@ def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, 
     return tuple(form)
 
 
+def _forms_of(
+    states: Mapping[int, Mapping[str, Any]],
+    parts: Mapping[int, Tensor],
+    starts: Mapping[int, int],
+    *,
+    whole_params: bool,
+) -> Iterator[tuple[int, _Sent]]:
+    """Yield :func:`_sent_of` each slice's state, together for those of tensors of the slice's shape and of scalars."""
+    columns = (None if whole_params else columns_of_alike([*states.values()])) or {}
+    likes = [parts[index] for index in states]
+    shaped = {key: dimensions_of(column, likes) for key, column in columns.items() if key not in BASES}
+    if not columns or len(shaped) < len(columns) or None in shaped.values():
+        for index, state in states.items():
+            yield index, _sent_of(index, state, parts[index], starts[index], whole_params=whole_params)
+        return
+    dtypes = {key: column[0].dtype for key, column in columns.items()}
+    rest = tuple((key, str, "slice", dtypes[key], None) for key in columns if shaped[key])
+    first = tuple(
+        (key, str, "slice" if shaped[key] else "inline", dtypes[key], None if shaped[key] else torch.Size())
+        for key in columns
+    )
+    for index in states:
+        yield index, rest if starts[index] else first
+
+
 def batches_of(
     states: Mapping[int, Mapping[str, Any]],
     parts: Mapping[int, Tensor],
@@ -179,8 +206,7 @@ def batches_of(
         StateDictError: a value cannot be sent.
     """
     alike: dict[_Sent, list[int]] = {}
-    for index, state in states.items():
-        form = _sent_of(index, state, parts[index], starts[index], whole_params=whole_params)
+    for index, form in _forms_of(states, parts, starts, whole_params=whole_params):
         alike.setdefault(form, []).append(index)
     return [
         Batch(
@@ -206,9 +232,10 @@ def _field(
     if kind == "value":
         values = [states[index][key] for index in params]
     elif kind == "inline":
-        tensors = [states[index][key].detach() for index in params]
+        tensors = [states[index][key] for index in params]
         devices = {tensor.device for tensor in tensors}
-        together = torch.stack(tensors if len(devices) == 1 else [tensor.cpu() for tensor in tensors]).cpu()
+        with torch.no_grad():
+            together = torch.stack(tensors if len(devices) == 1 else [tensor.cpu() for tensor in tensors]).cpu()
         values = tensor_bytes(together.contiguous()).hex()
     return Field(key, kind, "" if dtype is None else dtype_name(dtype), list(shape or ()), values)
 

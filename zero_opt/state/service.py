@@ -357,12 +357,12 @@ class StateService:
             own = self._own_state("this rank", self._capture, self._guard.failure)
             try:
                 with self._new_pull() as pull:
-                    payloads = self._wait_beside(self._ask, pull, changes)
+                    here, payloads = self._wait_beside(self._ask, pull, changes, meanwhile=own.batches)
                     result = IncomingState(own.flats)
-                    listings = [own.batches() if text is None else listed(text) for text in payloads]
+                    listings = [here if text is None else listed(text) for text in payloads]
                     targets = [result.places_for(batches) for batches in listings]
-                    own.copy_to(targets[self._side.rank])
-                    self._wait_beside(self._fetch_all, pull, targets)
+                    copy = partial(own.copy_to, targets[self._side.rank])
+                    self._wait_beside(self._fetch_all, pull, targets, meanwhile=copy)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
@@ -389,11 +389,11 @@ class StateService:
                     while True:
                         self._send(pull.waiting.pop(), pull.tag + 1, STOP, pull.number)
 
-    def _wait_beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a call returns that waits for other ranks, on a thread beside this one; see [Note: a pull]."""
+    def _wait_beside(self, call: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
         asked = submitted(self._beside, call, *arguments)
         try:
-            return outcome(asked, self._side.lookout)
+            return meanwhile(), outcome(asked, self._side.lookout)
         finally:
             if not asked.done():  # a rank that does not answer may keep the thread for long
                 self._beside.leave()

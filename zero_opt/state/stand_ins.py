@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..sharding.param_groups import hypers_of
 from .alike_entries import AlikeEntries, StateOwner
 from .state_dict import apart
 from .trial import Trial, is_known
+from .usual_states import UsualStates, values_by_name
 
 _NOTHING: Mapping[str, Any] = {}
 # Hyperparameters of Adam by which its state has other keys, or lies elsewhere.
@@ -176,9 +177,10 @@ class StandIns:
         self._entered.clear()
         for kind, known in self._alike.items():
             loaded = {index: states.get(index, _NOTHING) for alike in known for index in alike.members}
+            usual = isinstance(states, UsualStates) and states.keys() >= loaded.keys()
             self._alike[kind] = [
                 self._enter(members, self._first_entry(kind, loaded[members[0]]))
-                for members in _with_equal_scalars(loaded)
+                for members in _with_equal_scalars(loaded, usual=usual)
             ]
 
     def _first_entry(self, kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,12 +193,20 @@ class StandIns:
         return _without_elements(made.state, {})
 
 
-def _with_equal_scalars(entries: Mapping[int, Mapping[str, Any]]) -> Iterable[list[int]]:
-    """Return the keys of ``entries``, those together of entries with equal scalars."""
+def _with_equal_scalars(entries: Mapping[int, Mapping[str, Any]], *, usual: bool) -> Iterable[list[int]]:
+    """Return the keys of ``entries``, those together of entries with equal scalars; see :func:`_texts_of`."""
     equal = defaultdict[str, list[int]](list)
-    for index, entry in entries.items():
-        equal[repr([(key, _number(value)) for key, value in entry.items()])].append(index)
+    for index, text in zip(entries, _texts_of([*entries.values()], usual=usual), strict=True):
+        equal[text].append(index)
     return equal.values()
+
+
+def _texts_of(entries: Sequence[Mapping[str, Any]], *, usual: bool) -> Iterable[str]:
+    """Return a text per entry, equal for entries with equal scalars; ``usual``: of :class:`UsualStates`."""
+    if not usual:
+        return (repr([(key, _number(value)) for key, value in entry.items()]) for entry in entries)
+    scalars = [torch.stack(column) for column in values_by_name(entries).values() if not column[0].dim()]
+    return map(repr, zip(*(column.tolist() for column in scalars))) if scalars else repeat("", len(entries))
 
 
 def _can_be_written(value: Any) -> bool:

@@ -27,19 +27,27 @@ def are_usual(states: Sequence[Any], params: Sequence[Tensor]) -> bool:
     Each is a dict with the same names, plain tensors of their parameter's shape or without dimensions, and in ``step``
     a number of steps.
     """
-    if not states or not all(map(is_, map(type, states), repeat(dict))):
-        return False
-    names = tuple(states[0])
-    if not all(type(name) is str for name in names) or not _ODD_KEYS.isdisjoint(names):
-        return False
-    if not all(map(eq, map(tuple, states), repeat(names))):
-        return False
-    columns = values_by_name(states)
-    values = [*chain.from_iterable(columns.values())]
-    if not all(map(is_, map(type, values), repeat(Tensor))):
+    columns = columns_of_alike(states)
+    if columns is None or not _ODD_KEYS.isdisjoint(columns):
         return False
     likes = [*params]
+    values = [*chain.from_iterable(columns.values())]
     return all(_is_usual(name, column, likes) for name, column in columns.items()) and _are_there(values)
+
+
+def columns_of_alike(states: Sequence[Any]) -> dict[str, list[Tensor]] | None:
+    """Return the values of each name of states that are dicts of plain tensors, under the same names in one order.
+
+    ``None`` of other states, of names that are no texts, and of no states.
+    """
+    if not states or not all(map(is_, map(type, states), repeat(dict))):
+        return None
+    names = tuple(states[0])
+    if not all(type(name) is str for name in names) or not all(map(eq, map(tuple, states), repeat(names))):
+        return None
+    columns = values_by_name(states)
+    plain = all(all(map(is_, map(type, column), repeat(Tensor))) for column in columns.values())
+    return columns if plain else None
 
 
 def values_by_name(states: Collection[Mapping[str, Any]]) -> dict[str, list[Any]]:

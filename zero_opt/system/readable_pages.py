@@ -7,6 +7,7 @@ import errno
 import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -38,18 +39,17 @@ def require_readable(*runs: Tensor) -> None:
 
 def _pages_of(runs: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield address and bytes of the pages that tensors in host memory lie on, those next to each other together."""
+    page, here = mmap.PAGESIZE, [run for run in runs if run.is_cpu]
+    placed = zip(map(Tensor.data_ptr, here), map(attrgetter("nbytes"), here))
     start = stop = 0
-    for first, last in sorted(
-        (run.data_ptr(), run.data_ptr() + run.nbytes) for run in runs if run.is_cpu and run.nbytes
-    ):
-        begin = first // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin > stop:
+    for first, last in sorted({(at // page, -(-(at + nbytes) // page)) for at, nbytes in placed if nbytes}):
+        if first > stop:
             if start < stop:
-                yield start, stop - start
-            start = begin
-        stop = max(stop, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE)
+                yield start * page, (stop - start) * page
+            start = first
+        stop = max(stop, last)
     if start < stop:
-        yield start, stop - start
+        yield start * page, (stop - start) * page
 
 
 def require_writable(run: Tensor) -> bool:
