@@ -12,8 +12,10 @@ ranks share is counted once.
 
 DDP has ``gradient_as_bucket_view=True``, which is faster, and once ``static_graph=True`` too. FSDP2 keeps its
 parameters gathered between forward and backward (``reshard_after_forward=False``), which is faster. Every optimizer is
-AdamW with ``fused=True``. "compute alone" is forward and backward of independent ranks. --write also replaces the
-README's table of one host, of the first number of ranks.
+AdamW with ``fused=True``. "compute alone" is forward and backward of independent ranks. "DDP + AdamW of 1/W of the
+parameters" is what sharding the step alone would give over gloo: DDP's all-reduce moves as many bytes as a
+reduce-scatter and an all-gather, and each rank steps its share. --write also replaces the README's table of one host,
+of the first number of ranks.
 """
 
 from __future__ import annotations

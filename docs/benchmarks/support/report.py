@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.machine import spread
 from support.ranks import Outcome
-from support.systems import DDP, DEEPSPEED, FLOOR, STATIC_DDP, SYSTEMS, ZERO
+from support.systems import DDP, DEEPSPEED, FLOOR, SHARE, STATIC_DDP, SYSTEMS, ZERO
 
 PARTS = ("forward", "backward", "step")
 # In a round the faster one of DDP and DDP with a static graph.
@@ -86,7 +86,7 @@ def ratio_table(results: Results) -> list[str]:
     peers = [BEST_DDP, *(peer for peer in (ZERO, DEEPSPEED) if peer in results.rounds)]
     head = [f"step / {peer}" for peer in peers] + [f"CPU / {BEST_DDP}", "sent / minimum", f"PSS / {ZERO}"]
     lines = ["| ratio (least - most of rounds) | " + " | ".join(head) + " |", "| --- " + "| ---: " * len(head) + "|"]
-    for name in [FLOOR, *(name for name, system in SYSTEMS.items() if system.ours)]:
+    for name in [FLOOR, SHARE, *(name for name, system in SYSTEMS.items() if system.ours)]:
         cells = [spread(results.ratios(name, peer), 2) for peer in peers]
         cells.append(spread(results.ratios(name, BEST_DDP, "cpu"), 2))
         cells.append(f"{results.median(name, 'wire') / results.minimal_wire_bytes:.4f}")

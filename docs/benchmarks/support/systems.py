@@ -58,6 +58,26 @@ def ddp_adamw(model: LanguageModel, _: Batch, *, static: bool = False) -> Traine
     return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 
+def _ddp_adamw_of_a_share(model: LanguageModel, _: Batch) -> Trainer:
+    """DDP, and AdamW of about 1/world_size of the parameters, the same on every rank: the rest is not trained."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    left, stepped = (
+        sum(map(Tensor.numel, wrapped.parameters())) / torch.distributed.get_world_size(),
+        list[nn.Parameter](),
+    )
+    for param in sorted(wrapped.parameters(), key=Tensor.numel, reverse=True):
+        if param.numel() <= left:
+            stepped.append(param)
+            left -= param.numel()
+    optimizer = torch.optim.AdamW(stepped, **HYPERS)
+
+    def step() -> None:
+        optimizer.step()
+        wrapped.zero_grad()
+
+    return Trainer(wrapped, torch.Tensor.backward, step)
+
+
 def zero_redundancy(model: LanguageModel, _: Batch) -> Trainer:
     """DDP with ``gradient_as_bucket_view``, and ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -104,10 +124,12 @@ def _ours(reduction: Any, *, ddp: bool = False) -> Callable[[LanguageModel, Batc
 
 FLOOR, DDP, ZERO, DEEPSPEED = "compute alone", "DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-2"
 STATIC_DDP = "DDP(static_graph=True) + AdamW"
+SHARE = "DDP + AdamW of 1/W of the parameters"
 SYSTEMS: dict[str, System] = {
     FLOOR: System(_compute_alone, trains=False),
     DDP: System(ddp_adamw),
     STATIC_DDP: System(partial(ddp_adamw, static=True)),
+    SHARE: System(_ddp_adamw_of_a_share, trains=False),
     ZERO: System(zero_redundancy),
     "FSDP2 + AdamW": System(_fsdp2),
     DEEPSPEED: System(_deepspeed),
