@@ -154,7 +154,7 @@ def _add_plan(plans: argparse.ArgumentParser) -> None:
     plans.add_argument("--ranks-per-host", type=int, help="ranks that share a host (default: all, up to 8)")
     _add_optimizer(plans, f"one of {', '.join(cls.__name__ for cls in PLANNED)}")
     plans.add_argument("--device", default="cuda", help="where parameters are: cuda (default), cpu or another")
-    plans.add_argument("--device-memory", type=_bytes, default=0.0, help="of each device, such as 80GB")
+    plans.add_argument("--device-memory", type=_bytes, help="of each device, such as 80GB")
     plans.add_argument("--host-memory", type=_bytes, required=True, help="of each host, such as 512GB")
     plans.add_argument("--disk", type=_bytes, default=0.0, help="of each host, for state, such as 2TB (default none)")
     plans.add_argument("--json", action="store_true", help="print the choices as JSON")
@@ -164,9 +164,9 @@ def _add_plan(plans: argparse.ArgumentParser) -> None:
 def _print_plan(given: argparse.Namespace) -> None:
     require_drawable(given.plot)
     per_host = min(MOST_RANKS_PER_HOST, given.world) if given.ranks_per_host is None else given.ranks_per_host
-    sizes = given.device_memory, given.host_memory, given.disk
+    sizes = given.device_memory or 0.0, given.host_memory, given.disk
     machines = Machines(given.device, given.world, per_host, *sizes)
-    if not machines.on_host and not given.device_memory:
+    if not machines.on_host and given.device_memory is None:
         raise ConfigError(f"--device {given.device} needs --device-memory, such as 80GB; or take --device cpu")
     if machines.on_host and given.device_memory:
         raise ConfigConflict(

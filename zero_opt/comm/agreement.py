@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigConflict, RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
+from ..errors import ConfigConflict, PeerLost, RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
 from ..system.shared_memory import allocation_errors
 from .groups import Group, bytes_tensor, tensor_bytes
 
@@ -295,7 +295,13 @@ class Agreement:
             own: this rank raises it in place of whatever error is first.
         """
         text = b"" if error is None else json.dumps(name_and_text(error)).encode()
-        for rank, other in enumerate(self.group.all_gather_bytes(text, call)):
+        try:
+            said = self.group.all_gather_bytes(text, call)
+        except PeerLost as lost:
+            if error is not None:  # which would appear nowhere
+                lost.add_note(f"this rank would have raised {type(error).__name__}: {error}")
+            raise
+        for rank, other in enumerate(said):
             if not other:
                 continue
             known = error if rank == self.group.rank else None

@@ -182,10 +182,10 @@ class Watch:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
         return [r for r, near in self._near.items() if not self.departures.knows(r) and near.has_ended()]
 
-    def leave_lost(self, rank: int) -> PeerLost:
+    def leave_lost(self, rank: int, waiting: str = "") -> PeerLost:
         """Leave, and return the error, once a rank has ended and its connections have not broken."""
         self.departures.notice(Departure(rank, How.LOST))
-        return self._leave_departed(self.departures.lost() or Departure(rank, How.LOST))
+        return self._leave_departed(self.departures.lost() or Departure(rank, How.LOST), waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -354,12 +354,14 @@ class Watch:
         if self._given_up is not None:
             raise PeerSilent(f"this rank has left training, because {self._given_up}")
 
-    def explain(self, text: str, call: int | None = None, patience_s: float | None = None) -> PeerLost | None:
+    def explain(
+        self, text: str, call: int | None = None, patience_s: float | None = None, waiting: str = ""
+    ) -> PeerLost | None:
         """Return the error that names the rank that has left, once a connection has broken; ``None`` if unknown.
 
         Args:
             text: the backend's words. call: see :meth:`Departures.first`. patience_s: how long to wait for news;
-                ``None`` is as long as news may take.
+                ``None`` is as long as news may take. waiting: what waits, if not a step.
         """
         if self._given_up is not None:  # by another wait of this call, since no later one begins
             return PeerSilent(str(self._given_up))
@@ -373,7 +375,7 @@ class Watch:
             departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
-                return self._leave_departed(departure, text)
+                return self._leave_departed(departure, text, waiting)
             more = self.departures.news and not self.departures.unannounced
             answered = not more or time.monotonic() - self._doubted >= _NEWS_S
             if answered and waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
@@ -392,17 +394,17 @@ class Watch:
         process = self._near.get(rank)
         return process is not None and not until(process.has_ended, seconds)
 
-    def _leave_departed(self, departure: Departure, text: str = "") -> PeerLost:
+    def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
         how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waiting = f"{how} while {self.where} waits for it, and {self.last()}"
+        waits = f"{how} while {waiting or f'{self.where} waits for it'}, and {self.last()}"
         unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
         if departure.how is How.CUT_OFF:
             ranks = sorted([departure.rank, departure.from_rank])
         backend = f" ({text})" if text and unannounced else ""
         name = self.name(ranks) if unannounced else self._name(departure.rank)
-        return PeerLost(departure.text(name, waiting) + backend)
+        return PeerLost(departure.text(name, waits) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
@@ -452,7 +454,7 @@ class Stops:
         self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
         for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
             if now - since >= _ANNOUNCED_S:
-                raise self._watch.leave_lost(rank)
+                raise self._watch.leave_lost(rank, self._waiting)
         stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
         if self._since:

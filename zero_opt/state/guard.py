@@ -324,6 +324,5 @@ class StateGuard:
         left = f"this rank's state is that of no step, since step {self.step} was left half-way"
         if issubclass(kind, PeerLost):
             raise kind(f"{left}: {text}")
-        raise StepDesync(
-            f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint, or load it on all ranks"
-        )
+        again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training
+        raise StepDesync(f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint{again}")

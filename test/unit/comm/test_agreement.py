@@ -16,7 +16,15 @@ from torch import Tensor
 
 from zero_opt.comm.agreement import Agreement, StepReport, edits_digest, value_digest
 from zero_opt.comm.groups import Group
-from zero_opt.errors import ConfigConflict, ConfigError, RankMismatch, StepDesync, UnsupportedParam, ZeroOptError
+from zero_opt.errors import (
+    ConfigConflict,
+    ConfigError,
+    PeerLost,
+    RankMismatch,
+    StepDesync,
+    UnsupportedParam,
+    ZeroOptError,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([4095, 4096, 4097, 8192, 3 * 4096 + 5]))
@@ -212,6 +220,19 @@ def test_an_error_of_a_type_we_do_not_know_is_one_of_ours_elsewhere() -> None:
     other = json.dumps(["KeyError", "'lr'"]).encode()
     with pytest.raises(ZeroOptError, match=r"rank 1: 'lr' \(KeyError\)"):
         agreement(RecordedGroup([other])).raise_first_error(None)
+
+
+def test_ones_own_error_is_in_that_of_a_rank_that_is_lost() -> None:
+    class Lost(RecordedGroup):
+        def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
+            raise PeerLost("rank 1 has ended")
+
+    with pytest.raises(PeerLost) as caught:
+        agreement(Lost([])).raise_first_error(ValueError("mine"))
+    assert caught.value.__notes__ == ["this rank would have raised ValueError: mine"]
+    with pytest.raises(PeerLost) as caught:
+        agreement(Lost([])).raise_first_error(None)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_no_error_is_no_error() -> None:

@@ -172,10 +172,16 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
             pass
     with pytest.raises(KeyboardInterrupt):
         leave(KeyboardInterrupt())
-    with pytest.raises(StepDesync, match=r"step 4 was left half-way with KeyboardInterrupt.*restart"), guard.reading():
+    again = r"step 4 was left half-way with KeyboardInterrupt.*restart all ranks from the last checkpoint{}$"
+    with pytest.raises(StepDesync, match=again.format(", or load it on all ranks")), guard.reading():
         pass
     guard.commit(step=5)
     with guard.reading():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        leave(KeyboardInterrupt())
+    guard.finish()  # as a rank that leaves training does: no load would be of all ranks
+    with pytest.raises(StepDesync, match=again.replace("step 4", "step 5").format("")), guard.reading():
         pass
 
 

@@ -205,6 +205,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], memory: tuple[int, int
     assert f"which lacks {nearest['lacks'][place] / 1e9:,.2f} GB {words}. Add ranks" in said
 
 
+def test_devices_may_have_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Nothing fits." in _run(capsys, "1M", "--device-memory", "0GB", "--host-memory", "1GB")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
