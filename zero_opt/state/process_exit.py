@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.departures import How
 from ..comm.peer_watch import WARN_AFTER_S
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from ..system.threads import BackgroundThreads
 
@@ -61,14 +62,23 @@ def failed() -> bool:
 
 
 def serve_to_the_end() -> None:
-    """Serve while other ranks may ask, unless an exception has ended the program: no rank must wait for that."""
+    """Serve while other ranks may ask, unless an exception has ended the program: no rank must wait for that.
+
+    Ctrl-C, or another signal whose handler raises, ends the serving, but no care for the threads; see
+    [Note: threads at exit].
+    """
     has_failed, services = failed(), list(running)
-    for service in services:
-        service.abandon(How.FAILED if has_failed else How.ENDED)
-    for service in services:
-        service.join(has_failed)
-    threads.join(_THREADS_END_S)
-    threads.hold()
+    try:
+        for service in services:
+            service.abandon(How.FAILED if has_failed else How.ENDED)
+        for service in services:
+            service.serve_on(has_failed)
+    finally:
+        with uninterrupted():
+            for service in services:
+                service.break_off()
+            threads.join(_THREADS_END_S)
+            threads.hold()
 
 
 def started(thread: threading.Thread) -> bool:

@@ -91,8 +91,7 @@ _State = LocalState | FrozenState
 class StateService:
     """The service of one rank's state to the others; see the notes of the module.
 
-    :meth:`pull` is called on any thread, :meth:`close` on the user's, :meth:`abandon` and then :meth:`join` as the
-    process ends. All else runs on threads of the service.
+    :meth:`pull` is called on any thread, :meth:`close` on the user's; what is below that, as the process ends.
 
     Args:
         capture: returns this rank's state as it is at the moment.
@@ -489,9 +488,12 @@ class StateService:
             self._guard.release()
         self._capture = None
 
-    def join(self, failed: bool) -> None:
-        """Wait until all ranks have closed or time is up, unless the program has ``failed``; break off what is left."""
+    def serve_on(self, failed: bool) -> None:
+        """Wait until all ranks have closed or time is up, unless the program has ``failed``."""
         if not (failed or self._departures.unannounced):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
+
+    def break_off(self) -> None:
+        """Serve no more, and wait a little for the thread."""
         self._side.interrupt()
         self._thread.join(_INTERRUPTION_S)

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from .devices import thread_device
+from .interrupts import uninterrupted
 from .phases import BusySeconds
 from .stages import CallStages, Lane, UnderWay, in_one_go
 from .threads import BackgroundThreads
@@ -68,6 +69,7 @@ def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: 
 
 
 @atexit.register
+@uninterrupted()
 def _end_all() -> None:
     """Let calls that are under way finish, interrupt those that take long, and end all threads."""
     _over.set()

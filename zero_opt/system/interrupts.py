@@ -24,7 +24,7 @@ def by_handler(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it, signals are kept for its end: for a few milliseconds of work, and no waiting.
+    """Within it, signals are kept for its end: for a few milliseconds of work, and no waiting but at the exit.
 
     Only the main thread is ever interrupted, and only where a Python function handles the signal.
     """

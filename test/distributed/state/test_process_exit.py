@@ -139,6 +139,15 @@ LEAVES = """
     opt.close()
     while process_exit.running: time.sleep(0.01)
 """
+# Ctrl-C meanwhile.
+INTERRUPTED = (
+    LEAVES
+    + """
+    join = process_exit.threads.join
+    process_exit.threads.join = lambda seconds: os.kill(os.getpid(), signal.SIGINT) or join(seconds)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +201,12 @@ def test_the_parent_hears_of_a_child_that_fails(how: str, ended: Any) -> None:
 def test_a_thread_that_is_in_native_code_when_all_have_closed_is_waited_for(tmp_path: Path) -> None:
     for code, said, _ in _ends({"leaves": _case(LEAVES, LEAVES)}, tmp_path)["leaves"].values():
         assert (code, said) == (0, "")
+
+
+def test_a_thread_that_is_in_native_code_is_waited_for_whatever_interrupts_that(tmp_path: Path) -> None:
+    for code, said, _ in _ends({"leaves": _case(INTERRUPTED, INTERRUPTED)}, tmp_path)["leaves"].values():
+        assert code == 0, said
+        assert "KeyboardInterrupt" in said
 
 
 @pytest.mark.parametrize("how", ENDS_EARLY)

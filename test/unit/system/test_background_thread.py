@@ -181,3 +181,20 @@ def test_a_thread_that_was_left_is_waited_for_again_once_it_has_another_call() -
         thread.leave()
         assert thread._thread in background_thread._left
     thread.close()
+
+
+_INTERRUPTED_EXIT = """
+import os, signal
+from zero_opt.system import background_thread
+threads = background_thread._threads
+join, hold = threads.join, threads.hold
+threads.join = lambda *given: os.kill(os.getpid(), signal.SIGINT) or join(*given)
+threads.hold = lambda: print("held") or hold()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
+def test_threads_are_held_at_the_exit_whatever_interrupts_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_EXIT], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "held\n")
+    assert "KeyboardInterrupt" in done.stderr
