@@ -18,6 +18,7 @@ from .guard import StateGuard
 from .service import StateService
 from .state_dict import StatesByIndex, copied, cut
 from .usual_states import UsualStates, copies_of_usual
+from .visible_state import VisibleState
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
@@ -41,8 +42,16 @@ class FullState:
     :meth:`here` may be called on any thread; :meth:`require_landed` and :meth:`here` also after :meth:`close`.
     """
 
-    def __init__(self, agreement: Agreement, partition: Partition, placement: Placement, guard: StateGuard) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        partition: Partition,
+        placement: Placement,
+        guard: StateGuard,
+        visible: VisibleState,
+    ) -> None:
         self._agreement, self._partition, self._placement, self._guard = agreement, partition, placement, guard
+        self._visible = visible
         self._kept: tuple[tuple[int, ...], StatesByIndex | None] = ((), None)  # and its _version()
         self._closed = False
 
@@ -54,7 +63,7 @@ class FullState:
     def _version(self) -> tuple[int, ...]:
         """Return numbers that are others once a step or the user has changed this rank's state."""
         live = (value for _, state in self._placement.state() for value in live_tensors(state))
-        return (self._guard.changes, *map(version_of, live))
+        return (self._guard.changes, self._visible.taken, *map(version_of, live))
 
     def _current(self) -> StatesByIndex | None:
         """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""

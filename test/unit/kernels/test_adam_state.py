@@ -18,7 +18,7 @@ import zero_opt
 from zero_opt import AdamState, CPUAdam, CPUAdamW
 from zero_opt.errors import ConfigError, ConfigTypeError, StateDictError, ZeroOptWarning
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_
-from zero_opt.kernels.adam_state import HIGHEST_BASES, joined_master, remainder_of
+from zero_opt.kernels.adam_state import HIGHEST_BASES, follow_param, joined_master, remainder_of
 
 FORMS = [
     AdamState(moments, master)
@@ -462,3 +462,22 @@ def test_the_highest_base_is_that_of_a_block_that_is_not_finite() -> None:
         saved["state"][0][key][5] = torch.inf
     optimizer.load_state_dict(saved)
     assert {key: int(optimizer.state[param][key]) for key in HIGHEST_BASES} == HIGHEST_BASES
+
+
+def test_a_master_is_kept_that_rounds_to_the_param_with_ties_either_way() -> None:
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000], dtype=torch.int32)
+    masters = torch.cat([bits, bits | -0x80000000]).view(torch.float32)
+    to_even = masters.bfloat16()
+    away = ((masters.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert (to_even != away).any()
+    for param in (to_even, away):
+        followed = masters.clone()
+        follow_param(followed, param)
+        assert torch.equal(followed, masters)
+    for units in (-2, -1, 1, 2):
+        param = (to_even.view(torch.int16) + units).to(torch.int16).view(torch.bfloat16)
+        written = (param != to_even) & (param != away) & ~param.isnan()
+        followed = masters.clone()
+        follow_param(followed, param)
+        assert written.any()
+        assert torch.equal(followed[written], param[written].float())

@@ -351,3 +351,23 @@ def test_zero_elements_and_no_gradient() -> None:
         assert torch.equal(idle, torch.ones(3))
         tensor: Tensor = empty
         assert tensor.numel() == 0
+
+
+def test_a_split_master_at_a_tie_loads_into_an_fp32_one() -> None:
+    master = torch.tensor([0x3F808000, 0x3F818000, 0x3F821234], dtype=torch.int32).view(torch.float32)
+    (saved,), (loaded,) = (Parameter(master.bfloat16()),), (Parameter(torch.zeros(3, dtype=torch.bfloat16)),)
+    split, whole = (
+        CPUAdamW([p], lr=0.0, weight_decay=0.0, state=AdamState("float32", m))
+        for p, m in ((saved, "split"), (loaded, "float32"))
+    )
+    saved.grad = torch.zeros(3, dtype=torch.bfloat16)
+    split.step()
+    state = split.state_dict()
+    state["state"][0]["master"] = master
+    split.load_state_dict(state)
+    split.step()  # rounds
+    loaded.data.copy_(saved)
+    whole.load_state_dict(split.state_dict())
+    loaded.grad = torch.zeros(3, dtype=torch.bfloat16)
+    whole.step()
+    assert torch.equal(whole.state_dict()["state"][0]["master"], split.state_dict()["state"][0]["master"])
