@@ -67,6 +67,8 @@ def _go_on(ranks: Sequence[int]) -> str:
 
 # What something else than what a rank waits for has ended.
 WAIT = "its wait for the other ranks in"
+# Calls in which this rank is in a step.
+_IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
 
 class Watch:
@@ -93,7 +95,7 @@ class Watch:
         self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
-        self._entered = 0
+        self._entered, self._within = 0, ""  # of which call, if not of a step, this rank waits for all ranks
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self._warned = -1  # the last step of which the log says that an exchange waits long
@@ -113,6 +115,7 @@ class Watch:
         self._entered += 1
         self.departures.calls = self._entered
         patience, work = _Wait(self), None
+        self._within = "" if self.call in _IN_STEPS else f"{self.call} before "
         try:
             work = begin()
             while not done_within(work, SLICE_S):
@@ -128,6 +131,8 @@ class Watch:
                 raise self._explain_error(error, patience.waited) or error from error
             self.interrupted(error)
             raise
+        finally:
+            self._within = ""
 
     def interrupted(self, error: BaseException, what: str = WAIT) -> None:
         """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them."""
@@ -207,7 +212,7 @@ class Watch:
     @property
     def where(self) -> str:
         """Return what this rank is in, for messages."""
-        return f"step {self.step}"
+        return f"{self._within}step {self.step}"
 
     def advice(self, ranks: Sequence[int]) -> str:
         """Return what to do about ranks that are stopped, once this one has left because of them."""

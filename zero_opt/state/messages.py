@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.peer_watch import WARN_AFTER_S
+from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, StepDesync
 from ..system.log import log
@@ -110,6 +110,11 @@ class Pull:
         )
         if ranks:
             log.warning("state_dict() in step %d has waited %d s for %s", self.step, WARN_AFTER_S, ranks)
+
+
+def explained(watch: Watch, words: str, patience_s: float) -> PeerLost | None:
+    """Return the error that names the rank that has left while one asks for state; see :meth:`Watch.explain`."""
+    return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
 
 
 class Offer(NamedTuple):

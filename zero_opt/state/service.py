@@ -46,7 +46,7 @@ from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, Watch
-from ..comm.side_group import ASKS, SideGroup
+from ..comm.side_group import SideGroup
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
@@ -74,6 +74,7 @@ from .messages import (
     Pull,
     RingMessage,
     answer_tag,
+    explained,
     words_of,
 )
 
@@ -338,7 +339,6 @@ class StateService:
 
     def pull(self) -> dict[int, dict[str, Any]]:
         """Return the full state by global parameter index, in host memory, from all ranks' parts. Not collective.
-
         Extra memory: the result.
 
         Raises:
@@ -365,7 +365,7 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                known = self._watch.explain(backend_words(error), patience_s=_FAREWELL_S, waiting=ASKS)
+                known = explained(self._watch, backend_words(error), _FAREWELL_S)
                 if known is None:
                     raise
                 raise known from error
@@ -400,7 +400,7 @@ class StateService:
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
             words = backend_words(self._lost)
-            raise self._watch.explain(words, patience_s=0.0, waiting=ASKS) or PeerLost(
+            raise explained(self._watch, words, 0.0) or PeerLost(
                 f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to="
                 "rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )
