@@ -43,8 +43,7 @@ _STORE_S = 2.0
 # How long a rank may take to read what all ranks have put down there.
 _REPORT_S = 1.0
 # How long a process may outlive its connections: where the network may have broken them, and where only its end can.
-_CLOSING_S = 0.3
-_ENDING_S = 5.0
+_CLOSING_S, _ENDING_S = 0.3, 5.0
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
 _ANNOUNCED_S = 1.0
 # How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
@@ -284,8 +283,9 @@ class Watch:
 
     def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
         """Leave, tell the others that this rank has given up waiting for these, and return the error."""
-        for rank in list(ranks):
-            self.departures.notice(Departure(rank, How.SILENT))
+        for departure in [Departure(rank, How.SILENT) for rank in ranks]:
+            self.posted.post(departure)
+            self.departures.notice(departure)
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:

@@ -252,7 +252,8 @@ class Meeting:
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
         told = error if isinstance(error, ZeroOptError) else PeerLost(ended_by(error, f"rank {self.rank}", self._call))
-        absent = self._absent if isinstance(error, PeerSilent) and not self.name else []
+        late = sorted(self.watch.departures.unanswering) if self.name else self._absent
+        absent = late if isinstance(error, PeerSilent) else []
         said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]], absent])
 
         def put() -> None:

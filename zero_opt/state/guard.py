@@ -325,4 +325,6 @@ class StateGuard:
         if issubclass(kind, PeerLost):
             raise kind(f"{left}: {text}")
         again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training
-        raise StepDesync(f"{left} with {kind.__name__}: {text}; restart all ranks from the last checkpoint{again}")
+        raise StepDesync(
+            f"{left} with {kind.__name__}{': ' * bool(text)}{text}; restart all ranks from the last checkpoint{again}"
+        )

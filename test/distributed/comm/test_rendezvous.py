@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -255,23 +256,31 @@ def test_an_optimizer_that_was_constructed_before_the_process_group_takes_no_ste
 
 
 def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
-    """Rank 1 does while it waits for rank 2, which comes then; or as the others connect to it; or when they have."""
+    """Rank 1 does while it waits for rank 2, which comes then; or as the others connect to it; or when they have, or wait in a collective."""
     folder = dist.distributed_c10d._get_default_store()
     if rank == 1:
 
-        def strike(*_: Any) -> None:
-            folder.set("struck", "")
+        def strike(*given: Any) -> Any:
+            setattr(owner, place, method)
+            folder.set("struck", str(os.getpid()))
             os.kill(os.getpid(), number)
+            return method(*given)
 
+        owners = {"_look_around": rendezvous.Meeting, "meet": Connecting, "wait": _Addresses, "all_gather": Group}
+        owner: Any = owners.get(place, folder)
+        method = getattr(owner, place, lambda: None)
         if place == "before it comes":
             strike()
-        setattr({"_look_around": rendezvous.Meeting, "meet": Connecting, "wait": _Addresses}[place], place, strike)
+        setattr(owner, place, strike)
     if rank == 2 and place == "_look_around":
         folder.wait(["struck"], timedelta(seconds=PATIENCE_S))
     with pytest.raises(zero_opt.PeerLost) as caught:
         _train_with(zero_opt.Checks(hang_timeout=2.0))
     folder.set(f"told {rank}", "")
     folder.wait(["told 0", "told 2"], timedelta(seconds=PATIENCE_S))
+    if rank == 0 and number == signal.SIGSTOP:
+        os.kill(int(folder.get("struck")), signal.SIGCONT)
+        folder.wait(["told 1"], timedelta(seconds=PATIENCE_S))
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -279,14 +288,17 @@ def _train_with(checks: zero_opt.Checks) -> None:
     zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.Adam, checks=checks)
 
 
-@pytest.mark.parametrize("place", ["_look_around", "wait", "meet"])
+@pytest.mark.parametrize("place", ["_look_around", "wait", "meet", "all_gather"])
 def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(place: str) -> None:
     ranks = 3, _strikes_itself, signal.SIGSTOP, place
-    first, _, last = run_processes(*ranks, timeout=PATIENCE_S, may_hang={1})
+    first, stopped, last = run_processes(*ranks, timeout=PATIENCE_S)
     for name, text in (first, last):
         assert name == "PeerSilent", text
         assert text.startswith("rank 1 (pid "), text
         assert ") has been stopped for " in text and "kill -CONT" in text
+    name, text = stopped
+    assert name == "PeerSilent", text
+    assert re.match(r"(rank \d has|the other ranks have) given up waiting for this one", text), text
 
 
 @pytest.mark.parametrize("place", ["before it comes", "_look_around", "wait", "meet"])
