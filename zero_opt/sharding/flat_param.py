@@ -23,6 +23,7 @@ from ..kernels.checks import shared_pair
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
 from ..system.inference_mode import versions_of
+from .late_params import Unwatched
 
 _grad_dtype_getter = attrgetter("grad_dtype")
 _VERSIONS = 1 << 32  # version counters wrap
@@ -185,12 +186,17 @@ class FlatParam:
 
     @property
     def repointed(self) -> bool:
-        """Whether ``param.data`` was re-pointed, to data that the plan may not fit."""
-        return place_of(self.param) != self._where
+        """Whether ``param.data`` was re-pointed, to data that the plan may not fit. Of a late one too, on any thread."""
+        with Unwatched():
+            return place_of(self.param) != self._where
 
     def elements(self) -> Tensor:
-        """Return the parameter as it is now, 1-D in storage order; what it was last if the plan does not fit it."""
-        return self.flatten(self.param.detach()) if self._identity() == self._planned else self.flat
+        """Return the parameter as it is now, 1-D in storage order; what it was last if the plan does not fit it.
+
+        On any thread, also of a late parameter.
+        """
+        with Unwatched():
+            return self.flatten(self.param.detach()) if self._identity() == self._planned else self.flat
 
     def as_planned(self) -> Tensor:
         """Return the parameter in the shape and order of the plan; if it has others by now, what it was last."""
@@ -248,7 +254,9 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:
     """Return the keys of the parameters that have :meth:`FlatParam.moved`; raise what that raises."""
-    elsewhere = [key for key, flat in flats.items() if flat.repointed or _has_other_grads(flat.param)]
+    elsewhere = [
+        key for key, flat in flats.items() if place_of(flat.param) != flat._where or _has_other_grads(flat.param)
+    ]
     return [key for key in elsewhere if flats[key].moved()]
 
 

@@ -256,7 +256,7 @@ def test_an_optimizer_that_was_constructed_before_the_process_group_takes_no_ste
 
 
 def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
-    """Rank 1 does while it waits for rank 2, which comes then; as the others connect to it; or when they have, or wait."""
+    """Rank 1 does while it waits for rank 2, which comes then; as the others connect to it, have done so, or wait."""
     folder = dist.distributed_c10d._get_default_store()
     if rank == 1:
 

@@ -13,6 +13,7 @@ from zero_opt.errors import UnsupportedParam
 from zero_opt.kernels.strides import contiguous_strides, is_dense, overlaps
 from zero_opt.layout import ParamSpec, Span
 from zero_opt.sharding.flat_param import FlatParam, own_writes, share_counters
+from zero_opt.sharding.late_params import LateParams
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -268,3 +269,22 @@ def test_counters_that_are_looked_at_stay_as_they_were() -> None:
     counted(list(params), 2)
     assert [param._version for param in params] == before
     loss.backward()
+
+
+class _Refuses:
+    def wait(self) -> None:
+        raise AssertionError("a late parameter was used")
+
+
+def test_a_late_parameter_can_be_looked_at_by_what_saves_state() -> None:
+    param, owner = Parameter(torch.arange(6.0).reshape(2, 3)), _Refuses()
+    flat, late = FlatParam(param, "p"), LateParams(owner.wait)
+    late.mark([param])
+    assert not flat.repointed
+    assert flat.elements().tolist() == list(range(6))
+    late.clear()
+    param.data = torch.ones(2, 3)
+    late.mark([param])
+    assert flat.repointed
+    assert flat.elements().tolist() == [1.0] * 6
+    late.clear()
