@@ -186,7 +186,7 @@ class FlatParam:
 
     @property
     def repointed(self) -> bool:
-        """Whether ``param.data`` was re-pointed, to data that the plan may not fit. Of a late one too, on any thread."""
+        """Whether ``param.data`` was re-pointed, to data that the plan may not fit. Of a late one, too."""
         with Unwatched():
             return place_of(self.param) != self._where
 
