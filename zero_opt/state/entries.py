@@ -174,6 +174,8 @@ def _forms_of(
     """Yield :func:`_sent_of` each slice's state, together for those of tensors of the slice's shape and of scalars."""
     columns = (None if whole_params else columns_of_alike([*states.values()])) or {}
     likes = [parts[index] for index in states]
+    if not all(map(Tensor.dim, likes)):  # state of such a parameter looks like a scalar
+        columns = {}
     shaped = {key: dimensions_of(column, likes) for key, column in columns.items() if key not in BASES}
     if not columns or len(shaped) < len(columns) or None in shaped.values():
         for index, state in states.items():

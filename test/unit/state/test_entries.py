@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.errors import StateDictError
 from zero_opt.state import entries
-from zero_opt.state.entries import Batch, Field, batches_of, listed, listing, packets, packets_apart, small_values
+from zero_opt.state.entries import (
+    Batch,
+    Field,
+    _forms_of,
+    _sent_of,
+    batches_of,
+    listed,
+    listing,
+    packets,
+    packets_apart,
+    small_values,
+)
 
 
 def _listed(states: dict[int, dict[Any, Any]], starts: dict[int, int] | None = None, numel: int = 20) -> list[Batch]:
@@ -96,3 +109,33 @@ def test_block_bases_are_counted_in_blocks() -> None:
     assert [field.kind for field in batch.fields] == ["slice", "blocks"]
     together = list(packets([batch]))[-1]
     assert (together.numel, together.numels, together.starts) == (8, [4, 4], [0, 3])
+
+
+_PARTS = st.lists(st.sampled_from([(), (3,), (0,), (2, 2), (20,)]), min_size=1, max_size=4)
+
+
+@given(_PARTS, st.booleans(), st.data())
+def test_what_is_sent_is_seen_alike_by_the_column_and_one_by_one(
+    shapes: list[tuple[int, ...]], whole_params: bool, data: st.DataObject
+) -> None:
+    values = st.sampled_from(["shape", "scalar", "other", "bf16"])
+
+    def value(shape: tuple[int, ...]) -> Tensor:
+        made = {"scalar": torch.zeros(()), "other": torch.zeros(5), "bf16": torch.zeros(shape).bfloat16()}
+        return made.get(data.draw(values), torch.zeros(shape))
+
+    parts = {index: torch.zeros(shape) for index, shape in enumerate(shapes)}
+    starts = {index: data.draw(st.sampled_from([0, 64])) for index in parts}
+    names = data.draw(st.lists(st.sampled_from(["step", "exp_avg", "exp_avg_base"]), unique=True))
+    alike = data.draw(st.booleans())
+    states = {
+        index: {
+            name: torch.zeros(()) if name == "step" else torch.zeros(shape) if alike else value(shape) for name in names
+        }
+        for index, shape in enumerate(shapes)
+    }
+    apart = [
+        (index, _sent_of(index, states[index], part, starts[index], whole_params=whole_params))
+        for index, part in parts.items()
+    ]
+    assert [*_forms_of(states, parts, starts, whole_params=whole_params)] == apart
