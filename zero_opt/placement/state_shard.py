@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,8 +105,11 @@ class StateShard(MasterShard):
         return self._views[position][0]
 
     def _plain_form(self, position: int) -> ReadThrough:
-        stored, upper_half = partial(self._stored, position), partial(self._upper_half, position)
-        return ReadThrough(PlainForm(stored, upper_half, partial(self.shaped, position=position)))
+        return ReadThrough(self._form_of(position, partial(self._stored, position)))
+
+    def _form_of(self, position: int, stored: Callable[[], Mapping[str, Any]]) -> PlainForm:
+        upper_half, halfway = partial(self._upper_half, position), partial(self._halfway.get, position)
+        return PlainForm(stored, upper_half, partial(self.shaped, position=position), halfway)
 
     def _stored(self, position: int) -> ParamState:
         """The state of a slice as it is kept, 1-D."""
@@ -128,7 +131,7 @@ class StateShard(MasterShard):
         if not self.compact:
             return super().saved_state(position, state)
         stored = super().saved_state(position, self._stored(position))
-        return PlainForm(lambda: stored, partial(self._upper_half, position), partial(self.shaped, position=position))
+        return self._form_of(position, lambda: stored)
 
     def replaced(self, position: int, shown: ParamState) -> bool:
         """Whether the user has put other values in the place of those that :meth:`state` shows, or other memory.
@@ -174,16 +177,30 @@ class StateShard(MasterShard):
         if self.splits:
             self._slice("remainder", position).zero_()
 
+    def read_params(self, positions: Sequence[int]) -> None:
+        super().read_params(positions)
+        self.settle_halfway(positions)
+
+    def settle_halfway(self, positions: Collection[int]) -> bool:
+        """Let split masters that were loaded count from now on; return whether that has written to them."""
+        waiting = self._halfway.keys() & positions if self._halfway else ()
+        for position in waiting:
+            self._halfway[position].settle(self._upper_half(position), self._slice("remainder", position))
+            del self._halfway[position]
+        return bool(waiting)
+
     def _load_compact(self, position: int, saved: Mapping[str, Any]) -> None:
         """As :meth:`load`."""
         if not self._keeps_master(saved):
             self.take_param(position)
+        self._halfway.pop(position, None)
         stored = self._stored(position)
         flat = {
             key: value if key == "step" or not isinstance(value, Tensor) else self.flat_grad(position, value)
             for key, value in saved.items()
         }
         made = stored_form(flat, self._upper_half(position), self.form) if saved else {}
+        self.note_halfway(position, flat.get("master") if self.splits else None)
         self.steps[position] = float(saved.get("step", 0.0))
         for role in stored.keys() - {"step"}:
             if role in made:
