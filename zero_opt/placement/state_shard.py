@@ -16,7 +16,7 @@ from ..kernels.updates import NativeUpdate, given_arrays
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
-from ..system.same_objects import addresses
+from ..system.same_objects import memory_of
 from .compact_state import PlainForm, form_of, is_compact, stored_form
 from .interface import ParamState
 from .masters import MasterShard, slices_of
@@ -61,7 +61,7 @@ class StateShard(MasterShard):
         self._arrays: dict[str, Tensor] = {}
         self._unseen: set[int] = set()  # positions of slices of which arrays have been made since they were shown
         self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
-        self._addresses: dict[int, list[int]] = {}  # where that lies, of tensors in the order that it has
+        self._memory: dict[int, object] = {}  # how that lies, of tensors in the order that it has
 
     def master(self, position: int) -> Tensor:
         return self._slice("master", position)
@@ -87,7 +87,7 @@ class StateShard(MasterShard):
 
     def _note_view(self, position: int, shown: ParamState, own: ParamState) -> None:
         self._views[position] = (shown, own)
-        self._addresses[position] = addresses(own.values())
+        self._memory[position] = memory_of(own.values())
 
     def _renew_views(self) -> None:
         """Let the dicts that the user holds show the arrays as they are mapped now."""
@@ -143,7 +143,19 @@ class StateShard(MasterShard):
             return shown is not mine or mine.edited()
         if shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items()):
             return True
-        return addresses(own.values()) != self._addresses.get(position, [])
+        return bool(own) and memory_of(own.values()) != self._memory[position]
+
+    def apart(self, position: int, state: ParamState) -> dict[str, Any]:
+        """A state with copies of what lies in the arrays, but not as its own value does: a load overwrites it."""
+        own = self._shown(position)
+        arrays = {value.untyped_storage().data_ptr() for value in own.values() if isinstance(value, Tensor)}
+
+        def is_apart(key: str, value: Any) -> bool:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                return True
+            return value.untyped_storage().data_ptr() not in arrays or memory_of([value]) == memory_of([own.get(key)])
+
+        return {key: value if is_apart(key, value) else value.clone() for key, value in state.items()}
 
     def array_views(self) -> Iterator[tuple[int, Tensor]]:
         """Return the tensors that users see, which are views of arrays, each with its parameter."""
@@ -170,7 +182,7 @@ class StateShard(MasterShard):
     def forget_views(self, position: int) -> None:
         """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
-        self._addresses.pop(position, None)
+        self._memory.pop(position, None)
 
     def take_param(self, position: int) -> None:
         super().take_param(position)

@@ -258,3 +258,66 @@ def _moved(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
 def test_state_that_the_user_gives_other_memory_is_followed(world_size: int, name: str, tmp_path: Path) -> None:
     for wrong in run_processes(world_size, _moved, name, tmp_path):
         assert not wrong
+
+
+RESHAPED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "fewer elements": lambda state: state["exp_avg"].resize_(3),
+    "a dimension more": lambda state: state["exp_avg_sq"].unsqueeze_(0),
+    "dimensions exchanged": lambda state: state["exp_avg"].t_(),
+    "three steps": lambda state: state["step"].resize_(3),
+}
+# What is left of the value that is edited in place, in another order or under another key, and the same as a new value.
+MOVED: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, Any]], Any]]] = {
+    "transposed": (
+        lambda state: state["exp_avg"].t_(),
+        lambda state: state.update(exp_avg=state["exp_avg"].t().clone()),
+    ),
+    "exchanged": (
+        lambda state: state.update(exp_avg=state["exp_avg_sq"], exp_avg_sq=state["exp_avg"].abs_()),
+        lambda state: state.update(exp_avg=state["exp_avg_sq"].clone(), exp_avg_sq=state["exp_avg"].abs()),
+    ),
+}
+
+
+def _stepped_once(name: str, folder: Path, shape: tuple[int, int]) -> tuple[nn.Parameter, zero_opt.ShardedOptimizer]:
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = zero_opt.ShardedOptimizer(
+        [param], torch.optim.AdamW, lr=0.1, offload=OFFLOADS[name](folder), fused=True
+    )
+    _step(param, optimizer)
+    return param, optimizer
+
+
+def _step(param: nn.Parameter, optimizer: zero_opt.ShardedOptimizer) -> None:
+    (param * torch.linspace(-1, 2, param.numel()).view_as(param)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.flush()
+
+
+@pytest.mark.parametrize("edit", RESHAPED)
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_a_value_with_another_shape_in_its_place_is_an_error(name: str, edit: str, tmp_path: Path) -> None:
+    param, optimizer = _stepped_once(name, tmp_path, (8, 4))
+    before = param.detach().clone()
+    RESHAPED[edit](optimizer.state[param])
+    with pytest.raises(zero_opt.StateDictError, match=r"parameter 0 .*must (be|have)"):
+        _step(param, optimizer)
+    assert_bitwise(param.detach(), before)
+    optimizer.state.clear()
+    _step(param, optimizer)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (8, 4)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("edit", MOVED)
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_a_value_in_its_memory_in_another_order_is_adopted(name: str, edit: str, tmp_path: Path) -> None:
+    results = []
+    for change in MOVED[edit]:
+        param, optimizer = _stepped_once(name, tmp_path, (4, 4))
+        change(optimizer.state[param])
+        _step(param, optimizer)
+        results.append((param.detach(), optimizer.state_dict()["state"]))
+        optimizer.close()
+    assert_bitwise(*results)
