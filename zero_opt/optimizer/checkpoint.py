@@ -150,9 +150,13 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
     """
     real = _real_state(state_dict)
     params = _params_as_planned(optimizer)
+    places = {index for index in map(_index_of, state_dict["state"]) if 0 <= index < len(params)}
+    # What no parameter has a place for is no place, and is refused as in any state dict.
+    real |= {index: entry_of(state_dict["state"], index) for index in {*map(_index_of, state_dict["state"])} - places}
     orders, halves = (_by_index(state_dict, key) for key in (_ORDERS, _HALVES))
     for index, entry in real.items():
         if is_stored(entry):
+            _require_keys(index, state_dict)
             if not 0 <= index < len(params):
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
             given = entry_of(state_dict["state"], index)
@@ -162,6 +166,16 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
             check_entry(index, entry, params[index], *before, sums.get(index))
     apart = (_WITH_STATE, _ORDERS, _HALVES)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}
+
+
+def _require_keys(index: int, state_dict: Mapping[str, Any]) -> None:
+    """Raise StateDictError if a state dict with a compact entry lacks what says of which parameters it was saved."""
+    for key in (_ORDERS, _HALVES):
+        if key not in state_dict:
+            raise StateDictError(
+                f"the state dict has compact state of parameter {index}, and no {key!r}, which "
+                "sharded_state_dict(compact=True) puts in beside 'state'; save and load all that it returns"
+            )
 
 
 def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]) -> None:
