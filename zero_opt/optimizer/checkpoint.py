@@ -16,7 +16,7 @@ from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, half_digest, is_half, is_stored, order_of, plain_entry, require_once
-from .loading import entry_of, places
+from .loading import entry_of, joined, places
 from .sharded_optimizer import ShardedOptimizer
 
 # The key, in a sharded state dict, of a JSON text that says which parameters have which state.
@@ -122,14 +122,17 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
                 state[index] = plain_entry(entry, params[index], group)
             except StateDictError as error:  # other ranks may go on with the next one, which is collective
                 failed.append(error)
-    optimizer.load_state_dict({**saved, "state": optimizer._checked_on_all(partial(_if_none, failed, state))})
+    loaded = {**saved, "state": state}
+    optimizer.load_state_dict(optimizer._checked_on_all(partial(_fitting, optimizer, failed, loaded)))
 
 
-def _if_none(errors: Sequence[Exception], value: StateDict) -> StateDict:
-    """Return a value, or raise the first error."""
+def _fitting(optimizer: ShardedOptimizer, errors: Sequence[Exception], state_dict: StateDict) -> StateDict:
+    """Return a state dict that is about to be loaded, or raise the first error; no other of what hooks may change."""
     for error in errors:
         raise error
-    return value
+    if not optimizer._optimizer_load_state_dict_pre_hooks:
+        optimizer._engine.check_rows(joined(state_dict))
+    return state_dict
 
 
 def _params_as_planned(optimizer: ShardedOptimizer) -> list[Tensor]:
