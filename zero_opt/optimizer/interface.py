@@ -138,7 +138,7 @@ class Engine(Protocol):
         """Return such a context of ``load_sharded_state_dict()``. Collective, over DTensors too."""
         return self.together("load_sharded_state_dict()")
 
-    def check_rows(self, state_dict: StateDict) -> None:
+    def check_rows(self, state_dict: StateDict) -> None:  # noqa: ARG002  (of the protocol)
         """Raise what :meth:`load` would raise on this rank alone, which over several ranks is nothing."""
         return
 

@@ -321,3 +321,27 @@ def test_a_value_in_its_memory_in_another_order_is_adopted(name: str, edit: str,
         results.append((param.detach(), optimizer.state_dict()["state"]))
         optimizer.close()
     assert_bitwise(*results)
+
+
+ODD = {
+    "no values": (lambda: torch.empty(5, 3, device="meta"), r"'exp_avg' must be .*on the meta device"),
+    "a share of elements": (lambda: torch.ones(5, 3).to_sparse(), r"'exp_avg' must be .*torch.sparse_coo"),
+    "integers": (lambda: torch.ones(5, 3, dtype=torch.int32), r"'exp_avg' must be a floating.* and is torch.int32$"),
+}
+
+
+def _put_in_full_shape(rank: int, world_size: int, name: str, folder: Path) -> None:
+    param, optimizer = _stepped_once(name, folder, (5, 3))
+    good = optimizer.state[param]["exp_avg"]
+    for value, message in ODD.values():
+        optimizer.state[param]["exp_avg"] = value()
+        with pytest.raises(zero_opt.StateDictError, match=rf"parameter 0 .*{message}"):
+            _step(param, optimizer)
+        optimizer.state[param]["exp_avg"] = good
+    _step(param, optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["worker", "cpu"])
+def test_odd_values_in_a_parameters_full_shape_are_named(name: str, tmp_path: Path) -> None:
+    run_processes(2, _put_in_full_shape, name, tmp_path)
