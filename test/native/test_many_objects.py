@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt.kernels.strides import placing_of
 from zero_opt.system.extension import native
+from zero_opt.system.placing import placing_of
 from zero_opt.system.same_objects import flattened
 
 

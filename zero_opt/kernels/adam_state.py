@@ -101,15 +101,50 @@ def joined_master(param: Tensor, remainder: Tensor) -> Tensor:
 def remainder_of(param: Tensor, master: Tensor | None) -> Tensor:
     """Return what a bf16 param lacks of an fp32 master of its shape, or, without one, zeros. The param is not written.
 
-    Where another rounding of ties has made the param, the master comes out one unit off. Where the param is not the
-    master, rounded, it may be loaded after this: what is returned is what that will lack.
+    Where the param is not the master, rounded, it may be loaded after this: what is returned is what that will lack,
+    but see :class:`Halfway`.
     """
     remainder = _like(param, torch.int16)
     if master is not None:
-        bits = _separable_bits(master.to(device="cpu", dtype=torch.float32))
-        lacking = bits - _upper_bits(param)
-        remainder.copy_(torch.where(lacking.abs() > 0x8000, bits.to(torch.int16), lacking.clamp(max=0x7FFF)))
+        remainder.copy_(_lacking(_upper_bits(param), _separable_bits(master.to(device="cpu", dtype=torch.float32))))
     return remainder
+
+
+def _halfway_above_even(bits: Tensor) -> Tensor:
+    """Return which masters, given their bits, lie halfway between two bf16 numbers, the smaller of them even."""
+    return bits & 0x1FFFF == 0x8000
+
+
+def _lacking(upper: Tensor, bits: Tensor) -> Tensor:
+    """Return remainders, given the bits of params and masters. Beside the even number there is no 0x8000: 1 less."""
+    even = _halfway_above_even(bits) & (bits - upper == 0x8000)
+    return torch.where(even, 0x7FFF, bits.to(torch.int16))
+
+
+class Halfway:
+    """Elements of a split master halfway between two bf16 numbers, of which the smaller one is even.
+
+    fp32 masters round them to that, split ones to the other. Which of the two the param is, and so what it lacks of the
+    master, is known once the model is loaded, which may be after the master.
+    """
+
+    def __init__(self, where: tuple[Tensor, ...], bits: Tensor) -> None:
+        self._where, self._bits = where, bits
+
+    @classmethod
+    def of(cls, master: Tensor | None) -> Halfway | None:
+        """Return the elements of an fp32 master that has some."""
+        if master is None:
+            return None
+        bits = _separable_bits(master.to(device="cpu", dtype=torch.float32))[None]  # 0-dim ones have places, too
+        where = _halfway_above_even(bits).nonzero(as_tuple=True)
+        return cls(where, bits[where]) if where[0].numel() else None
+
+    def settle(self, param: Tensor, remainder: Tensor) -> Tensor:
+        """Write what the param, as it is now, lacks of these elements; uncounted, as the step does. Return it all."""
+        upper = _upper_bits(param.detach()[None][self._where])
+        remainder.data[None][self._where] = _lacking(upper, self._bits)
+        return remainder
 
 
 def arrays_of(state: Mapping[str, Any], param: Tensor, roles: Sequence[str]) -> dict[str, Tensor]:

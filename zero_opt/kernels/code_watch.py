@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import StateDictError
 from ..policies import AdamState
 from ..system.inference_mode import version_of, versions_of
-from ..system.same_objects import SameObjects, addresses
+from ..system.same_objects import SameObjects
 from .adam_state import BESIDE, HIGHEST_BASES, MOMENTS, require_bases
 from .checks import oddity
 from .runs import BASES
@@ -117,4 +117,4 @@ class CodeWatch:
 def _marks_of(values: list[Any]) -> tuple[list[int], list[int]]:
     """Return versions and addresses of those that are tensors, of which a write, or other data, changes one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return versions_of(tensors), addresses(tensors)
+    return versions_of(tensors), [*map(Tensor.data_ptr, tensors)]

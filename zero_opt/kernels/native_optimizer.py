@@ -27,6 +27,7 @@ from ..system.extension import require_native
 from ..system.inference_mode import outside_inference_mode
 from .adam_state import (
     HALVES,
+    Halfway,
     check_plain,
     follow_param,
     loaded_state,
@@ -133,6 +134,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._slots: dict[int, Slot] = {}
         # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
         self._written: dict[int, tuple[int, int] | None] = {}
+        self._halfway: dict[int, Halfway] = {}  # by param, of a split master that is loaded, and not stepped yet
         self._codes = CodeWatch(self._form)
         return _fused_options(type(self).__name__, rest)
 
@@ -152,7 +154,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots, self._written, self._codes = {}, {}, CodeWatch(self._form)
+        self._slots, self._written, self._halfway, self._codes = {}, {}, {}, CodeWatch(self._form)
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -266,7 +268,14 @@ class NativeOptimizer(torch.optim.Optimizer):
                     else loaded_state(saved, param, self.update, self._form)
                 )
                 self._written[id(param)] = None
+                self._note_halfway(param, saved.get("master"))
         self._note_codes()
+
+    def _note_halfway(self, param: Parameter, master: Tensor | None) -> None:
+        self._halfway.pop(id(param), None)
+        halfway = Halfway.of(master) if "remainder" in self.state[param] else None
+        if halfway is not None:
+            self._halfway[id(param)] = halfway
 
     def _require_dicts(self) -> None:
         """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
@@ -416,6 +425,11 @@ class NativeOptimizer(torch.optim.Optimizer):
             if known != write_mark(param) and (loaded or known is not None):
                 follow_param(master, param)
                 self._written[id(param)] = write_mark(param)
+        for _, param in self._named() if self._halfway else ():
+            if id(param) in self._halfway and "remainder" in self.state.get(param, {}):
+                self._halfway[id(param)].settle(param, self.state[param]["remainder"])
+        if loaded:
+            self._halfway.clear()
 
 
 def torch_class_of(cls: type[torch.optim.Optimizer]) -> str:

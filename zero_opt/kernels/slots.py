@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError
 from ..system.extension import native
+from ..system.placing import placing_of
 from .adam_state import BESIDE, MAXIMUM, arrays_of
 from .checks import check_tensor, require_count
 from .runs import BoundRun, check_arrays, errors_of_state, note_written
-from .strides import dtype_of, placing_of, shape_of
+from .strides import dtype_of, shape_of
 from .updates import NativeUpdate
 
 
@@ -26,7 +27,7 @@ class Slot(BoundRun):
     Attributes:
         roles: which of the update's arrays the step reads and writes.
         first: this step makes arrays; the next is another run, if the update keeps no number of steps.
-        held: what the run reads and writes of the state: key, tensor, and that one's address, dtype and strides.
+        held: what the run reads and writes of the state: key, tensor, and that one's address, dtype, shape and strides.
     """
 
     __slots__ = ("first", "held", "layout", "pointer", "roles", "shape")
@@ -56,7 +57,9 @@ class Slot(BoundRun):
         names = ("step", "master", *roles, *BESIDE) if update.counts else ("master", *roles, *BESIDE)
         keys = [key for key in names if key in state]
         kept: list[tuple[str, Tensor]] = [(key, state[key]) for key in keys]
-        self.held = [(key, tensor, tensor.data_ptr(), tensor.dtype, tensor.stride()) for key, tensor in kept]
+        self.held = [
+            (key, tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for key, tensor in kept
+        ]
 
     def holds(self, state: Mapping[str, Any], param: Tensor, grad: Tensor, roles: tuple[str, ...]) -> bool:
         """Return whether nothing has changed but values."""
@@ -71,11 +74,12 @@ class Slot(BoundRun):
             and self.roles == roles
         ):
             return False
-        for key, tensor, pointer, dtype, strides in self.held:
+        for key, tensor, pointer, dtype, shape, strides in self.held:
             if (
                 state.get(key) is not tensor
                 or tensor.data_ptr() != pointer
                 or tensor.dtype is not dtype
+                or tensor.shape != shape
                 or tensor.stride() != strides
             ):
                 return False

@@ -16,7 +16,7 @@ from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
 from ..state.state_dict import StateDict, pack_groups
 from .compact_rows import check_entry, half_digest, is_half, is_stored, order_of, plain_entry, require_once
-from .loading import entry_of, places
+from .loading import entry_of, joined, places
 from .sharded_optimizer import ShardedOptimizer
 
 # The key, in a sharded state dict, of a JSON text that says which parameters have which state.
@@ -122,14 +122,17 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
                 state[index] = plain_entry(entry, params[index], group)
             except StateDictError as error:  # other ranks may go on with the next one, which is collective
                 failed.append(error)
-    optimizer.load_state_dict({**saved, "state": optimizer._checked_on_all(partial(_if_none, failed, state))})
+    loaded = {**saved, "state": state}
+    optimizer.load_state_dict(optimizer._checked_on_all(partial(_fitting, optimizer, failed, loaded)))
 
 
-def _if_none(errors: Sequence[Exception], value: StateDict) -> StateDict:
-    """Return a value, or raise the first error."""
+def _fitting(optimizer: ShardedOptimizer, errors: Sequence[Exception], state_dict: StateDict) -> StateDict:
+    """Return a state dict that is about to be loaded, or raise the first error; no other of what hooks may change."""
     for error in errors:
         raise error
-    return value
+    if not optimizer._optimizer_load_state_dict_pre_hooks:
+        optimizer._engine.check_rows(joined(state_dict))
+    return state_dict
 
 
 def _params_as_planned(optimizer: ShardedOptimizer) -> list[Tensor]:
@@ -150,9 +153,13 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
     """
     real = _real_state(state_dict)
     params = _params_as_planned(optimizer)
+    places = {index for index in map(_index_of, state_dict["state"]) if 0 <= index < len(params)}
+    # What no parameter has a place for is no place, and is refused as in any state dict.
+    real |= {index: entry_of(state_dict["state"], index) for index in {*map(_index_of, state_dict["state"])} - places}
     orders, halves = (_by_index(state_dict, key) for key in (_ORDERS, _HALVES))
     for index, entry in real.items():
         if is_stored(entry):
+            _require_keys(index, state_dict)
             if not 0 <= index < len(params):
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
             given = entry_of(state_dict["state"], index)
@@ -162,6 +169,16 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
             check_entry(index, entry, params[index], *before, sums.get(index))
     apart = (_WITH_STATE, _ORDERS, _HALVES)
     return {key: real if key == "state" else value for key, value in state_dict.items() if key not in apart}
+
+
+def _require_keys(index: int, state_dict: Mapping[str, Any]) -> None:
+    """Raise StateDictError if a state dict with a compact entry lacks what says of which parameters it was saved."""
+    for key in (_ORDERS, _HALVES):
+        if key not in state_dict:
+            raise StateDictError(
+                f"the state dict has compact state of parameter {index}, and no {key!r}, which "
+                "sharded_state_dict(compact=True) puts in beside 'state'; save and load all that it returns"
+            )
 
 
 def _require_saved(index: int, given: Mapping[str, Any], real: Mapping[str, Any]) -> None:

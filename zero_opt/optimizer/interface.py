@@ -134,6 +134,14 @@ class Engine(Protocol):
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
         return nullcontext()
 
+    def loading_rows(self) -> AbstractContextManager[None]:
+        """Return such a context of ``load_sharded_state_dict()``. Collective, over DTensors too."""
+        return self.together("load_sharded_state_dict()")
+
+    def check_rows(self, state_dict: StateDict) -> None:  # noqa: ARG002  (of the protocol)
+        """Raise what :meth:`load` would raise on this rank alone, which over several ranks is nothing."""
+        return
+
     def summary(self) -> str:
         """Return in one line what the optimizer is and has, for its ``repr()``; nothing if it is the wrapped one."""
         return ""

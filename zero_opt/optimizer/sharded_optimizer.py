@@ -406,7 +406,7 @@ class ShardedOptimizer(UnevenInputs):
     def _checked_on_all(self, make: Callable[[], StateDict]) -> StateDict:
         """Return what ``make`` returns, or raise on all ranks what it raises on one. Collective."""
         self._require_open()
-        with self._engine.together("load_sharded_state_dict()"):
+        with self._engine.loading_rows():
             return make()
 
     @one_call("sharded_state_dict()", replans=True)

@@ -13,6 +13,7 @@ from ..errors import StateDictError
 from ..kernels.adam_state import (
     HALVES,
     SQUARES,
+    Halfway,
     code_key,
     packed_moments,
     plain_keys,
@@ -78,7 +79,8 @@ class PlainForm(MadeState):
 
     Args:
         stored: returns the state as it is stored. stepped: returns the parameter, which is half of a split master, in
-            the shape of that. shaped: returns a value of that shape as users see it.
+            the shape of that. shaped: returns a value of that shape as users see it. halfway: returns what waits for
+            the parameter, of a split master that was loaded.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class PlainForm(MadeState):
         stored: Callable[[], Mapping[str, Any]],
         stepped: Callable[[], Tensor],
         shaped: Callable[[Tensor], Tensor] = lambda value: value,
+        halfway: Callable[[], Halfway | None] = lambda: None,
     ) -> None:
-        self._stored, self._stepped, self._shaped = stored, stepped, shaped
+        self._stored, self._stepped, self._shaped, self._halfway = stored, stepped, shaped, halfway
 
     def __iter__(self) -> Iterator[str]:
         return iter(plain_keys(self._stored()))
@@ -108,13 +111,21 @@ class PlainForm(MadeState):
         shapeless = ("step", *BASES)
         return {
             code_key(key, value): value if key in shapeless else self._shaped(value)
-            for key, value in self._stored().items()
+            for key, value in self._settled().items()
         }
+
+    def _settled(self) -> Mapping[str, Any]:
+        """Return the state as it is stored, of a split master what the parameter lacks as it is now."""
+        stored, halfway = self._stored(), self._halfway()
+        if halfway is None:
+            return stored
+        require_readable(stored["remainder"])
+        return {**stored, "remainder": halfway.settle(self._stepped(), stored["remainder"].clone())}
 
     def __getitem__(self, key: str) -> Any:
         stored = self._stored()
         if key not in plain_keys(stored):
             raise KeyError(key)
         require_readable(*(value for value in stored.values() if isinstance(value, Tensor)))
-        value = plain_value(stored, self._stepped(), key)
+        value = plain_value(self._settled() if key == "master" else stored, self._stepped(), key)
         return value if key == "step" else self._shaped(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StepPending
 from ..kernels import copy_
-from ..kernels.adam_state import follow_param
+from ..kernels.adam_state import Halfway, follow_param
 from ..layout import ParamSlice
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam, own_writes
@@ -132,6 +132,7 @@ class MasterShard(FollowedParams, ABC):
         super().__init__(pieces, flats)
         self.gradients = [1] * len(pieces)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._halfway: dict[int, Halfway] = {}  # of split masters that were loaded and not stepped yet
 
     def repoint(self, position: int) -> None:
         super().repoint(position)
@@ -164,6 +165,12 @@ class MasterShard(FollowedParams, ABC):
             self.flats[position].load()
             follow_param(self.master(position), self.param_run(position))
             self.follow(position)
+
+    def note_halfway(self, position: int, master: Tensor | None) -> None:
+        """Note which elements of a split master that is loaded wait for the parameter; ``None``: there is none."""
+        self._halfway.pop(position, None)
+        if master is not None and (halfway := Halfway.of(master)) is not None:
+            self._halfway[position] = halfway
 
     def copies(self, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Of some slices, the parameter and what was stepped, 1-D; the same tensors until either moves."""

@@ -145,7 +145,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         shard.read_params([position])  # a master that is not in the new state is not of a parameter of before
         in_place = state if isinstance(state, ReadThrough) and state is shard.state(position) else None
         with nullcontext() if in_place is None else in_place.settled():
-            saved = {} if state is None else dict(state)
+            saved = {} if state is None else shard.apart(position, state)
             require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
             require_squares_of(shard.flats[position].label, saved, shard.form)
             if in_place is None:

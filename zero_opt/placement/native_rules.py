@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..kernels.adam_state import HALVES, MAXIMUM
-from ..kernels.checks import is_number_of_steps
+from ..kernels.checks import is_number_of_steps, oddity
 from ..kernels.functions import ADAM
 from ..kernels.native_optimizer import torch_class_of
 from ..kernels.table import NATIVE_CLASSES, UPDATES
@@ -138,8 +138,12 @@ def require_fitting(
             dense = is_tensor and value.layout is torch.strided and not value.is_meta
             fits = dense and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:
-            one = not is_tensor or (value.dim() == 0 and not value.is_meta)
-            given = quoted(value) if one else f"{value.dtype} of shape {tuple(value.shape)}"
+            odd = oddity(value) if is_tensor else None
+            one = not is_tensor or (value.dim() == 0 and odd is None)
+            given = quoted(value) if one else f"{value.dtype}"
+            if not one and (key == "step" or value.shape not in (shape, flat.shape)):
+                given += f" of shape {tuple(value.shape)}"  # else that is not why
+            given += f", {odd}: not a dense tensor with values" if odd else ""
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..system.inference_mode import outside_inference_mode, version_of
-from ..system.same_objects import addresses
+from ..system.same_objects import memory_of
 
 
 class MadeState(Mapping[str, Any]):
@@ -29,8 +29,8 @@ class MadeState(Mapping[str, Any]):
         return False
 
 
-def _as_it_is(value: Any) -> tuple[Any, int, list[int]]:
-    return value, version_of(value) if isinstance(value, Tensor) else 0, addresses([value])
+def _as_it_is(value: Any) -> tuple[Any, int, object]:
+    return value, version_of(value) if isinstance(value, Tensor) else 0, memory_of([value])
 
 
 class ReadThrough(MutableMapping[str, Any]):
@@ -42,7 +42,7 @@ class ReadThrough(MutableMapping[str, Any]):
     def __init__(self, saved: MadeState) -> None:
         self._saved = saved
         self._values: dict[str, Any] = {}
-        self._made: dict[str, tuple[Any, int, list[int]]] = {}  # each value, its version, and where it lies
+        self._made: dict[str, tuple[Any, int, object]] = {}  # each value, its version, and how it lies
         self._dropped: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
@@ -122,7 +122,7 @@ class ReadThrough(MutableMapping[str, Any]):
         value, (made, version, places) = self._values.get(key), self._made[key]
         if value is not made:
             return True
-        return isinstance(value, Tensor) and (version_of(value) != version or addresses([value]) != places)
+        return isinstance(value, Tensor) and (version_of(value) != version or memory_of([value]) != places)
 
     @contextmanager
     def settled(self) -> Iterator[None]:

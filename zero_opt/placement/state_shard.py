@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ..kernels.updates import NativeUpdate, given_arrays
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
 from ..system.devices import HOST
-from ..system.same_objects import addresses
+from ..system.same_objects import memory_of
 from .compact_state import PlainForm, form_of, is_compact, stored_form
 from .interface import ParamState
 from .masters import MasterShard, slices_of
@@ -61,7 +61,7 @@ class StateShard(MasterShard):
         self._arrays: dict[str, Tensor] = {}
         self._unseen: set[int] = set()  # positions of slices of which arrays have been made since they were shown
         self._views: dict[int, tuple[ParamState, ParamState]] = {}  # per position: what users hold, and what it shows
-        self._addresses: dict[int, list[int]] = {}  # where that lies, of tensors in the order that it has
+        self._memory: dict[int, object] = {}  # how that lies, of tensors in the order that it has
 
     def master(self, position: int) -> Tensor:
         return self._slice("master", position)
@@ -87,7 +87,7 @@ class StateShard(MasterShard):
 
     def _note_view(self, position: int, shown: ParamState, own: ParamState) -> None:
         self._views[position] = (shown, own)
-        self._addresses[position] = addresses(own.values())
+        self._memory[position] = memory_of(own.values())
 
     def _renew_views(self) -> None:
         """Let the dicts that the user holds show the arrays as they are mapped now."""
@@ -105,8 +105,11 @@ class StateShard(MasterShard):
         return self._views[position][0]
 
     def _plain_form(self, position: int) -> ReadThrough:
-        stored, upper_half = partial(self._stored, position), partial(self._upper_half, position)
-        return ReadThrough(PlainForm(stored, upper_half, partial(self.shaped, position=position)))
+        return ReadThrough(self._form_of(position, partial(self._stored, position)))
+
+    def _form_of(self, position: int, stored: Callable[[], Mapping[str, Any]]) -> PlainForm:
+        upper_half, halfway = partial(self._upper_half, position), partial(self._halfway.get, position)
+        return PlainForm(stored, upper_half, partial(self.shaped, position=position), halfway)
 
     def _stored(self, position: int) -> ParamState:
         """The state of a slice as it is kept, 1-D."""
@@ -128,7 +131,7 @@ class StateShard(MasterShard):
         if not self.compact:
             return super().saved_state(position, state)
         stored = super().saved_state(position, self._stored(position))
-        return PlainForm(lambda: stored, partial(self._upper_half, position), partial(self.shaped, position=position))
+        return self._form_of(position, lambda: stored)
 
     def replaced(self, position: int, shown: ParamState) -> bool:
         """Whether the user has put other values in the place of those that :meth:`state` shows, or other memory.
@@ -140,7 +143,19 @@ class StateShard(MasterShard):
             return shown is not mine or mine.edited()
         if shown.keys() != own.keys() or any(shown[key] is not value for key, value in own.items()):
             return True
-        return addresses(own.values()) != self._addresses.get(position, [])
+        return bool(own) and memory_of(own.values()) != self._memory[position]
+
+    def apart(self, position: int, state: ParamState) -> dict[str, Any]:
+        """A state with copies of what lies in the arrays, but not as its own value does: a load overwrites it."""
+        own = self._shown(position)
+        arrays = {value.untyped_storage().data_ptr() for value in own.values() if isinstance(value, Tensor)}
+
+        def is_apart(key: str, value: Any) -> bool:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                return True
+            return value.untyped_storage().data_ptr() not in arrays or memory_of([value]) == memory_of([own.get(key)])
+
+        return {key: value if is_apart(key, value) else value.clone() for key, value in state.items()}
 
     def array_views(self) -> Iterator[tuple[int, Tensor]]:
         """Return the tensors that users see, which are views of arrays, each with its parameter."""
@@ -167,23 +182,37 @@ class StateShard(MasterShard):
     def forget_views(self, position: int) -> None:
         """Let :meth:`state` show the arrays' own values again."""
         self._views.pop(position, None)
-        self._addresses.pop(position, None)
+        self._memory.pop(position, None)
 
     def take_param(self, position: int) -> None:
         super().take_param(position)
         if self.splits:
             self._slice("remainder", position).zero_()
 
+    def read_params(self, positions: Sequence[int]) -> None:
+        super().read_params(positions)
+        self.settle_halfway(positions)
+
+    def settle_halfway(self, positions: Collection[int]) -> bool:
+        """Let split masters that were loaded count from now on; return whether that has written to them."""
+        waiting = self._halfway.keys() & positions if self._halfway else ()
+        for position in waiting:
+            self._halfway[position].settle(self._upper_half(position), self._slice("remainder", position))
+            del self._halfway[position]
+        return bool(waiting)
+
     def _load_compact(self, position: int, saved: Mapping[str, Any]) -> None:
         """As :meth:`load`."""
         if not self._keeps_master(saved):
             self.take_param(position)
+        self._halfway.pop(position, None)
         stored = self._stored(position)
         flat = {
             key: value if key == "step" or not isinstance(value, Tensor) else self.flat_grad(position, value)
             for key, value in saved.items()
         }
         made = stored_form(flat, self._upper_half(position), self.form) if saved else {}
+        self.note_halfway(position, flat.get("master") if self.splits else None)
         self.steps[position] = float(saved.get("step", 0.0))
         for role in stored.keys() - {"step"}:
             if role in made:

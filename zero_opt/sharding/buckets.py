@@ -38,9 +38,10 @@ from ..comm.exchange import (
 )
 from ..comm.pieces import count_pieces, lane_of
 from ..errors import StateOffloaded
-from ..kernels.strides import dtype_of, placing_of
+from ..kernels.strides import dtype_of
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
+from ..system.placing import placing_of
 from ..system.stages import CallStages, in_one_go
 from ..system.streams import Producers, Streams
 from .flat_param import FlatParam

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..comm.groups import Group
 from ..comm.pieces import flow_of
-from ..kernels.strides import placing_of
 from ..layout import BucketLayout, ParamSlice, ParamSpec, plan_flat, plan_whole_params
 from ..policies import MixedPrecision
 from ..system.devices import build_streams
+from ..system.placing import placing_of
 from ..system.streams import Streams
 from .buckets import GradBucket, number_pieces
 from .flat_param import FlatParam, check_params_apart, edits_of, grad_dtypes_of, moved_of, share_counters

@@ -112,7 +112,7 @@ class AlikeEntries:
         now = [*entry.values()]
         if [*entry] != [*self.entry] or len(now) != len(values) or not all(map(is_, now, values)):
             return False
-        return all(
+        return _scalars(entry).keys() == self._columns.keys() and all(
             key in self._columns
             and value.untyped_storage().data_ptr() == self._columns[key].untyped_storage().data_ptr()
             and (value.is_meta or torch.equal(value, self.entry[key]))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, StepPending, ZeroOptError, quoted
+from ..kernels.checks import oddity
 from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
@@ -277,6 +278,11 @@ class VisibleState:
             flat, given = self._partition.flats[piece.param], entry.given() if isinstance(entry, ReadThrough) else entry
             shape = flat.shape
             full = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.shape == shape}
+            for key, value in full.items():
+                if (odd := oddity(value)) is not None:
+                    raise StateDictError(
+                        f"opt.state of {flat.label}: {key!r} must be a dense tensor with values, and is {odd}"
+                    )
             entry.update(cut(full, piece, flat))
         replaced = self._placement.adopt_state(piece.param, entry)
         if replaced or entry is None:

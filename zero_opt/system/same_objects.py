@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .extension import native, native_available
+from .placing import placing_of
 
 
 def flattened(dicts: list[Any]) -> list[Any] | None:
@@ -46,30 +47,30 @@ class SameObjects:
         self._known = None
 
 
-def addresses(objects: Iterable[Any]) -> list[int]:
-    """Return where the memory of each begins that is a tensor; takes 0.1 us each."""
-    return [*map(Tensor.data_ptr, [value for value in objects if isinstance(value, Tensor)])]
+def memory_of(objects: Iterable[Any]) -> tuple[object, object]:
+    """Return :func:`placing_of` those that are tensors; takes 0.1 us each."""
+    return placing_of([value for value in objects if isinstance(value, Tensor)])
 
 
 class SameMemory:
-    """Tensors, and where they lay when they were noted.
+    """Tensors, and where and how they lay when they were noted.
 
-    ``t.data = other``, ``t.set_(other)`` and ``torch.utils.swap_tensors(t, other)`` leave the same object elsewhere.
+    ``t.data = other``, ``t.set_(other)`` and ``torch.utils.swap_tensors(t, other)`` leave the same object elsewhere;
+    ``t.resize_()``, ``t.t_()`` and others leave it there with another shape.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._known: list[int] = []
+        self.forget()
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Remember where these tensors lie."""
         self._tensors = [*tensors]
-        self._known = addresses(self._tensors)
+        self._known = placing_of(self._tensors)
 
     def forget(self) -> None:
         """Let go of the tensors."""
         self.note(())
 
     def holds(self) -> bool:
-        """Return whether all that were noted last lie where they lay."""
-        return [*map(Tensor.data_ptr, self._tensors)] == self._known
+        """Return whether all that were noted last lie where they lay, and as they did."""
+        return placing_of(self._tensors) == self._known

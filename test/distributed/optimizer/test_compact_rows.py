@@ -357,3 +357,29 @@ def _load_into_another_model(rank: int, world_size: int, moments: str, by: str) 
 def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(by: str, world_size: int, moments: str) -> None:
     """``by``: how the model is loaded: in place, or by ``p.data``, which is set before the save too."""
     run_processes(world_size, _load_into_another_model, moments, by)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_state_of_a_parameter_that_no_group_has_is_refused(compact: bool) -> None:
+    optimizer = _of_one_parameter()
+    saved = zero_opt.sharded_state_dict(optimizer, compact=compact)
+    saved["state"][7] = saved["state"][0]
+    with pytest.raises(zero_opt.StateDictError, match="state for parameter 7, which is in no param group"):
+        zero_opt.load_sharded_state_dict(optimizer, saved)
+
+
+@pytest.mark.parametrize("key", ["orders", "halves"])
+def test_compact_state_without_what_belongs_to_it_is_refused(key: str) -> None:
+    optimizer = _of_one_parameter()
+    saved = zero_opt.sharded_state_dict(optimizer, compact=True)
+    del saved[key]
+    with pytest.raises(zero_opt.StateDictError, match=rf"no '{key}', which sharded_state_dict\(compact=True\) puts in"):
+        zero_opt.load_sharded_state_dict(optimizer, saved)
+
+
+def _of_one_parameter() -> zero_opt.ShardedOptimizer:
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = zero_opt.ShardedOptimizer([param], zero_opt.CPUAdamW, state=zero_opt.AdamState("block8", "split"))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer

@@ -258,3 +258,90 @@ def _moved(rank: int, world_size: int, name: str, folder: Path) -> list[str]:
 def test_state_that_the_user_gives_other_memory_is_followed(world_size: int, name: str, tmp_path: Path) -> None:
     for wrong in run_processes(world_size, _moved, name, tmp_path):
         assert not wrong
+
+
+RESHAPED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "fewer elements": lambda state: state["exp_avg"].resize_(3),
+    "a dimension more": lambda state: state["exp_avg_sq"].unsqueeze_(0),
+    "dimensions exchanged": lambda state: state["exp_avg"].t_(),
+    "three steps": lambda state: state["step"].resize_(3),
+}
+# What is left of the value that is edited in place, in another order or under another key, and the same as a new value.
+MOVED: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[dict[str, Any]], Any]]] = {
+    "transposed": (
+        lambda state: state["exp_avg"].t_(),
+        lambda state: state.update(exp_avg=state["exp_avg"].t().clone()),
+    ),
+    "exchanged": (
+        lambda state: state.update(exp_avg=state["exp_avg_sq"], exp_avg_sq=state["exp_avg"].abs_()),
+        lambda state: state.update(exp_avg=state["exp_avg_sq"].clone(), exp_avg_sq=state["exp_avg"].abs()),
+    ),
+}
+
+
+def _stepped_once(name: str, folder: Path, shape: tuple[int, int]) -> tuple[nn.Parameter, zero_opt.ShardedOptimizer]:
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = zero_opt.ShardedOptimizer(
+        [param], torch.optim.AdamW, lr=0.1, offload=OFFLOADS[name](folder), fused=True
+    )
+    _step(param, optimizer)
+    return param, optimizer
+
+
+def _step(param: nn.Parameter, optimizer: zero_opt.ShardedOptimizer) -> None:
+    (param * torch.linspace(-1, 2, param.numel()).view_as(param)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.flush()
+
+
+@pytest.mark.parametrize("edit", RESHAPED)
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_a_value_with_another_shape_in_its_place_is_an_error(name: str, edit: str, tmp_path: Path) -> None:
+    param, optimizer = _stepped_once(name, tmp_path, (8, 4))
+    before = param.detach().clone()
+    RESHAPED[edit](optimizer.state[param])
+    with pytest.raises(zero_opt.StateDictError, match=r"parameter 0 .*must (be|have)"):
+        _step(param, optimizer)
+    assert_bitwise(param.detach(), before)
+    optimizer.state.clear()
+    _step(param, optimizer)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (8, 4)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("edit", MOVED)
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_a_value_in_its_memory_in_another_order_is_adopted(name: str, edit: str, tmp_path: Path) -> None:
+    results = []
+    for change in MOVED[edit]:
+        param, optimizer = _stepped_once(name, tmp_path, (4, 4))
+        change(optimizer.state[param])
+        _step(param, optimizer)
+        results.append((param.detach(), optimizer.state_dict()["state"]))
+        optimizer.close()
+    assert_bitwise(*results)
+
+
+ODD = {
+    "no values": (lambda: torch.empty(5, 3, device="meta"), r"'exp_avg' must be .*on the meta device"),
+    "a share of elements": (lambda: torch.ones(5, 3).to_sparse(), r"'exp_avg' must be .*torch.sparse_coo"),
+    "integers": (lambda: torch.ones(5, 3, dtype=torch.int32), r"'exp_avg' must be a floating.* and is torch.int32$"),
+}
+
+
+def _put_in_full_shape(rank: int, world_size: int, name: str, folder: Path) -> None:
+    param, optimizer = _stepped_once(name, folder, (5, 3))
+    good = optimizer.state[param]["exp_avg"]
+    for value, message in ODD.values():
+        optimizer.state[param]["exp_avg"] = value()
+        with pytest.raises(zero_opt.StateDictError, match=rf"parameter 0 .*{message}"):
+            _step(param, optimizer)
+        optimizer.state[param]["exp_avg"] = good
+    _step(param, optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["worker", "cpu"])
+def test_odd_values_in_a_parameters_full_shape_are_named(name: str, tmp_path: Path) -> None:
+    run_processes(2, _put_in_full_shape, name, tmp_path)

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from zero_opt import CPUAdamW
+from zero_opt.errors import StateDictError
 from zero_opt.kernels.adam_state import MOMENTS
 from zero_opt.kernels.functions import ADAM
 from zero_opt.kernels.slots import Slot, SlotBatch
@@ -52,3 +55,15 @@ def test_gradients_of_another_kind_are_not_taken() -> None:
     assert batch.takes([torch.ones(2, 3), last])
     for odd in (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2), torch.ones(3, 2).t(), torch.ones(6)):
         assert not batch.takes([odd, last])
+
+
+def test_a_moment_with_fewer_elements_in_its_place_is_refused() -> None:
+    param = Parameter(torch.ones(64))
+    optimizer = CPUAdamW([param])
+    param.grad = torch.ones(64)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.state[param]["exp_avg"].resize_(3)
+    with pytest.raises(StateDictError, match="exp_avg of CPUAdamW param 0"):
+        optimizer.step()
+    assert torch.equal(param, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...state.state_dict import StateDict, StatesByIndex
 from ..compact_rows import stored_parts
 from ..config import Config
 from ..join import UnevenInputs
-from ..loading import Loaded
+from ..loading import Loaded, fitted_state
 from ..process_groups import OwnGroups
 from ..sharded import ShardedEngine
 from ..single_rank import SingleRank
@@ -80,6 +81,12 @@ class DTensorSingleRank(SingleRank):
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
+
+    def loading_rows(self) -> AbstractContextManager[None]:
+        return self._mesh.together("load_sharded_state_dict()")
+
+    def check_rows(self, state_dict: StateDict) -> None:
+        fitted_state(state_dict, self._current().param_groups, self._config, strict=True, whole=True)
 
     def state_dict(self) -> StateDict:
         """Return state as DTensors, or what :meth:`consolidate` has brought here."""
@@ -196,6 +203,12 @@ class DTensorEngine(ShardedEngine):
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
+
+    def loading_rows(self) -> AbstractContextManager[None]:
+        return self._mesh.together("load_sharded_state_dict()")
+
+    def check_rows(self, state_dict: StateDict) -> None:
+        fitted_state(state_dict, self._user.param_groups, self._config, strict=True, whole=False)
 
     def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, while current; else what :meth:`rows` returns."""

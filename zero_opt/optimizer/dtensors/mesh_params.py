@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
@@ -202,6 +202,14 @@ class MeshParams:
         for group in self._groups.values():
             with Agreement(group, str).together(call):
                 check()
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """A context that raises on all ranks of the meshes, at its end, what fails within it on one. Collective."""
+        with ExitStack() as agreed:
+            for group in self._groups.values():
+                agreed.enter_context(Agreement(group, str).together(call))
+            yield
 
     def _compare(self, call: str, told: Mapping[str, object]) -> None:
         """Raise RankMismatch, on every rank, if ranks differ in what they tell, by name. Collective."""

@@ -177,7 +177,9 @@ class DevicePlacement(SlicePlacement[Unit]):
                     if (grad := shard.grads[member]) is not None
                 ]
                 if grads_of_unit:
-                    unit.read_params([position for position, _ in grads_of_unit])
+                    used = [position for position, _ in grads_of_unit]
+                    unit.read_params(used)
+                    unit.settle_halfway(used, self._optimizer.state)
                     yield Work(unit, grads_of_unit)
 
     def _fetch_and_step(self, work: Work, grad_scale: float) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -107,7 +108,7 @@ class Unit(MasterShard):
         if not self.compact:
             return super().saved_state(position, state)
         stored = state if self.splits else super().saved_state(position, state)
-        return PlainForm(lambda: stored, lambda: self._upper_half(position))
+        return self._form_of(position, lambda: stored)
 
     def plain_form(self, position: int, states: StatesByTensor) -> PlainForm:
         """The compact state of a slice as users see it.
@@ -116,13 +117,29 @@ class Unit(MasterShard):
             states: the stored ones, by what is stepped.
         """
         stepped = self.stepped[position]
-        return PlainForm(lambda: states.get(stepped, {}), lambda: self._upper_half(position))
+        return self._form_of(position, lambda: states.get(stepped, {}))
+
+    def _form_of(self, position: int, stored: Callable[[], Mapping[str, Any]]) -> PlainForm:
+        halfway = partial(self._halfway.get, position)
+        return PlainForm(stored, lambda: self._upper_half(position), halfway=halfway)
 
     def compact_state(self, position: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The stored state of a compact form out of a saved one; without a master, what is stepped is it."""
         state = stored_form(saved, self.stepped[position], self.form)
         self.complete(position, state)
+        self.note_halfway(position, saved.get("master") if self.splits else None)
         return state
+
+    def settle_halfway(self, positions: Iterable[int], states: StatesByTensor) -> None:
+        """Let split masters that were loaded count from now on.
+
+        Args:
+            states: the stored ones, by what is stepped.
+        """
+        for position in positions if self._halfway else ():
+            halfway, state = self._halfway.pop(position, None), states.get(self.stepped[position], {})
+            if halfway is not None and "remainder" in state:
+                halfway.settle(self._upper_half(position), state["remainder"])
 
     def _upper_half(self, position: int) -> Tensor:
         """The parameter's half of a split master, as users see it, where that is stepped."""

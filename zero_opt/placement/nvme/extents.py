@@ -58,6 +58,11 @@ class FileShard(StateShard):
             require_writable(self.master(position))
         super().read_params(positions)
 
+    def settle_halfway(self, positions: Collection[int]) -> bool:
+        for position in self._halfway.keys() & positions:
+            require_writable(self._slice("remainder", position))
+        return super().settle_halfway(positions)
+
     def load(self, position: int, saved: Mapping[str, Any]) -> None:
         """Replace the state of a slice.
 

@@ -135,9 +135,13 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
     ) -> Iterator[int]:
         for _ in self.bring_in():
             pass
+        settled = False
         for grad_shard in grads:
             shard = self._shards[grad_shard.bucket]
+            settled |= shard.settle_halfway(grad_shard.with_grad)
             shard.roles = self._kept.update.roles(groups[shard.bucket.layout.group])
+        if settled:
+            self._written()
         hypers = [*map(self._kept.update.hypers, groups)]
         update = partial(
             step_batches, grad_scale=grad_scale, threads=self.threads, flush_denormals=self._flush_denormals

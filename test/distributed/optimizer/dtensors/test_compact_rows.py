@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,37 @@ def test_half_of_a_master_is_refused_by_a_model_that_was_not_loaded(
     """Meshes of two dimensions have replicas (HSDP)."""
     values = run_processes(math.prod(first), _save_halves, tmp_path, first)[0]
     run_processes(math.prod(then), _load_before_the_model, tmp_path, then, values)
+
+
+MISTAKES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an entry too few": lambda entry: entry.pop("exp_avg_sq"),
+    "no number of steps": lambda entry: entry.update(step=torch.tensor(float("nan"))),
+    "a flat value": lambda entry: entry.update(exp_avg=torch.zeros(7)),
+}
+
+
+def _load_with_a_mistake(rank: int, world_size: int, offload: Any, mistaken: int) -> list[str]:
+    form, said = FORMS["split"], list[str]()
+    model, optimizer = _make(world_size, form, offload)
+    _train(model, optimizer, form, range(1))
+    older = zero_opt.sharded_state_dict(optimizer)
+    _train(model, optimizer, form, range(1, 2))
+    before = local_state(optimizer)
+    for mistake in MISTAKES.values():
+        saved = {**older, "state": {index: dict(entry) for index, entry in older["state"].items()}}
+        if rank == mistaken:
+            mistake(saved["state"][0])
+        with pytest.raises(zero_opt.StateDictError) as caught:
+            zero_opt.load_sharded_state_dict(optimizer, saved)
+        said.append(str(caught.value).removeprefix(f"rank {mistaken}: "))
+        assert_bitwise(local_state(optimizer), before)
+    zero_opt.load_sharded_state_dict(optimizer, older)
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.WorkerOffload(threads=1)], ids=["device", "worker"])
+@pytest.mark.parametrize("mistaken", [0, 1])
+def test_a_mistake_on_one_rank_is_refused_on_every_rank(offload: Any, mistaken: int) -> None:
+    first, second = run_processes(2, _load_with_a_mistake, offload, mistaken)
+    assert first == second
