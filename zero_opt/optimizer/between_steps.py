@@ -414,7 +414,7 @@ class BetweenSteps(Engine):
         mine = parts.full.own_part(states)
         self._guard.begin(parts.patience_s)
         self._half_loaded = True
-        with self._guard.telling_why(), self.agreement.together():  # a disk may have failed since that was checked
+        with self._guard.telling_why("load_state_dict()"), self.agreement.together():  # a disk may fail at any moment
             self.placement.load(mine, loaded.groups)
             self.placement.resume(states)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):

@@ -103,7 +103,7 @@ class StateGuard:
         self._condition = threading.Condition()
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
-        self._broken: tuple[type[BaseException], str] | None = None
+        self._broken: tuple[type[BaseException], str, str] | None = None
 
     def notice_edits(self, *edits: Callable[[], Sized]) -> None:
         """Ask these methods what the user has written to since the last change.
@@ -162,13 +162,18 @@ class StateGuard:
         self.commit(step)
 
     @contextmanager
-    def telling_why(self) -> Iterator[None]:
-        """Keep the exception that leaves a change half-way: ranks that ask for the state then are told of it."""
+    def telling_why(self, call: str = "") -> Iterator[None]:
+        """Keep the exception that leaves a change half-way: ranks that ask for the state then are told of it.
+
+        Args:
+            call: what changes the state, if not a step.
+        """
         try:
             yield
         except BaseException as error:
             if self._changing:
-                self._broken = type(error), str(error)  # a traceback would lead to the model
+                within = f"{call} before step {self.step}" if call else f"step {self.step}"
+                self._broken = type(error), str(error), within  # a traceback would lead to the model
             raise
 
     @contextmanager
@@ -320,8 +325,8 @@ class StateGuard:
             return
         if self._broken is None:
             raise StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
-        kind, text = self._broken
-        left = f"this rank's state is that of no step, since step {self.step} was left half-way"
+        kind, text, within = self._broken
+        left = f"this rank's state is that of no step, since {within} was left half-way"
         if issubclass(kind, PeerLost):
             raise kind(f"{left}: {text}")
         again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training

@@ -157,8 +157,8 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
     guard = StateGuard()
     guard.commit(step=4)
 
-    def leave(error: BaseException) -> None:
-        with guard.telling_why():
+    def leave(error: BaseException, call: str = "") -> None:
+        with guard.telling_why(call):
             guard.begin(1)
             raise error
 
@@ -177,6 +177,10 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
         pass
     guard.commit(step=5)
     with guard.reading():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        leave(KeyboardInterrupt(), "load_state_dict()")
+    with pytest.raises(StepDesync, match=r"since load_state_dict\(\) before step 5 was left half-way"), guard.reading():
         pass
     with pytest.raises(KeyboardInterrupt):
         leave(KeyboardInterrupt())
