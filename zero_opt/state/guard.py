@@ -103,7 +103,8 @@ class StateGuard:
         self._condition = threading.Condition()
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
-        self._broken: tuple[type[BaseException], str, str] | None = None
+        self._broken: tuple[type[BaseException], str] | None = None
+        self._call = ""  # that changes the state, if not a step
 
     def notice_edits(self, *edits: Callable[[], Sized]) -> None:
         """Ask these methods what the user has written to since the last change.
@@ -168,13 +169,15 @@ class StateGuard:
         Args:
             call: what changes the state, if not a step.
         """
+        self._call = call
         try:
             yield
         except BaseException as error:
             if self._changing:
-                within = f"{call} before step {self.step}" if call else f"step {self.step}"
-                self._broken = type(error), str(error), within  # a traceback would lead to the model
+                self._broken = type(error), str(error)  # a traceback would lead to the model
             raise
+        else:
+            self._call = ""
 
     @contextmanager
     def making_up(self, patience_s: float) -> Iterator[None]:
@@ -323,10 +326,12 @@ class StateGuard:
         """Raise the error of :meth:`reading` during a change, or after one that has failed half-way."""
         if not self.is_changing:
             return
+        change = f"{self._call} before step {self.step}" if self._call else f"step {self.step}"
         if self._broken is None:
-            raise StepDesync(f"state_dict() was called while step {self.step} is being taken; {CALL_LATER}")
-        kind, text, within = self._broken
-        left = f"this rank's state is that of no step, since {within} was left half-way"
+            doing = "goes on" if self._call else "is being taken"
+            raise StepDesync(f"state_dict() was called while {change} {doing}; {CALL_LATER}")
+        kind, text = self._broken
+        left = f"this rank's state is that of no step, since {change} was left half-way"
         if issubclass(kind, PeerLost):
             raise kind(f"{left}: {text}")
         again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training

@@ -178,6 +178,15 @@ def test_a_step_that_was_left_half_way_says_so_to_those_that_ask() -> None:
     guard.commit(step=5)
     with guard.reading():
         pass
+    guard.begin(1)
+    goes_on = r"while load_state_dict\(\) before step 5 goes on"
+    with guard.telling_why("load_state_dict()"), pytest.raises(StepDesync, match=goes_on), guard.reading():
+        pass
+    guard.take_back()
+    guard.begin(1)
+    with pytest.raises(StepDesync, match="while step 5 is being taken"), guard.reading():
+        pass
+    guard.take_back()
     with pytest.raises(KeyboardInterrupt):
         leave(KeyboardInterrupt(), "load_state_dict()")
     with pytest.raises(StepDesync, match=r"since load_state_dict\(\) before step 5 was left half-way"), guard.reading():
