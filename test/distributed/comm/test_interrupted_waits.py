@@ -200,8 +200,9 @@ def test_so_is_a_call_that_ends_between_its_messages(first: str, moment: str, ho
     found = run_processes(2, _is_struck, moment, how, first)
     for name, text in found[0]:
         assert name == "PeerSilent", text
-        what = "its wait for the other ranks in" if moment == "begin" else f"{STRUCK[first][0]} in"
-        assert text.startswith(f"this rank has left training, because {HOWS[how].__name__} has ended {what} st"), text
+        call = "load_state_dict() before " if first == "load" else ""
+        what = f"its wait for the other ranks in {call}" if moment == "begin" else f"{STRUCK[first][0]} in "
+        assert text.startswith(f"this rank has left training, because {HOWS[how].__name__} has ended {what}step "), text
     _require([[], *found[1:]], how)
 
 
