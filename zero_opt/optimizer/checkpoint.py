@@ -153,14 +153,14 @@ def _saved(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any], sums: Map
     """
     real = _real_state(state_dict)
     params = _params_as_planned(optimizer)
-    places = {index for index in map(_index_of, state_dict["state"]) if 0 <= index < len(params)}
     # What no parameter has a place for is no place, and is refused as in any state dict.
-    real |= {index: entry_of(state_dict["state"], index) for index in {*map(_index_of, state_dict["state"])} - places}
+    unknown = {*map(_index_of, state_dict["state"])}.difference(range(len(params)))
+    real |= {index: entry_of(state_dict["state"], index) for index in unknown}
     orders, halves = (_by_index(state_dict, key) for key in (_ORDERS, _HALVES))
     for index, entry in real.items():
         if is_stored(entry):
             _require_keys(index, state_dict)
-            if not 0 <= index < len(params):
+            if index in unknown:
                 raise StateDictError(f"the state dict has state for parameter {index}, which is in no param group")
             given = entry_of(state_dict["state"], index)
             require_once(index, given)

@@ -147,10 +147,8 @@ class IncomingState:
             for state, value in zip(states, small_values(batch, field), strict=True):
                 state[field.key] = value
             return
-        values, like = (
-            self._values.setdefault(field.key, {}),
-            torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu"),
-        )
+        values = self._values.setdefault(field.key, {})
+        like = torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu")
         absent = [index for index, state in zip(batch.params, states, strict=True) if field.key not in state]
         if field.kind != "slice":
             for index in absent:

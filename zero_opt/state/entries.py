@@ -172,10 +172,9 @@ def _forms_of(
     whole_params: bool,
 ) -> Iterator[tuple[int, _Sent]]:
     """Yield :func:`_sent_of` each slice's state, together for those of tensors of the slice's shape and of scalars."""
-    columns = (None if whole_params else columns_of_alike([*states.values()])) or {}
     likes = [parts[index] for index in states]
-    if not all(map(Tensor.dim, likes)):  # state of such a parameter looks like a scalar
-        columns = {}
+    apart = whole_params or not all(map(Tensor.dim, likes))  # state of a 0-dim parameter looks like a scalar
+    columns = (None if apart else columns_of_alike([*states.values()])) or {}
     shaped = {key: dimensions_of(column, likes) for key, column in columns.items() if key not in BASES}
     if not columns or len(shaped) < len(columns) or None in shaped.values():
         for index, state in states.items():

@@ -199,9 +199,8 @@ class MeshParams:
         Raises:
             RankMismatch: ranks are in different calls. PeerLost, PeerSilent: a rank does not come.
         """
-        for group in self._groups.values():
-            with Agreement(group, str).together(call):
-                check()
+        with self.together(call):
+            check()
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
