@@ -24,6 +24,7 @@ from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
 from ..state.trial import is_known
 from ..state.usual_states import UsualStates
+from ..system.garbage_collection import without_collection
 from ..system.log import log
 from .arguments import check_options
 from .compact_rows import compact_places, compact_values
@@ -138,6 +139,7 @@ class Loaded(NamedTuple):
             )
 
 
+@without_collection()
 def fitted_state(
     saved: StateDict, param_groups: Sequence[Mapping[str, Any]], config: Config, *, strict: bool, whole: bool
 ) -> Loaded:

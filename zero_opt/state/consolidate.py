@@ -24,6 +24,7 @@ from ..placement.compact_state import PlainForm
 from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
+from ..system.garbage_collection import without_collection
 from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
@@ -83,6 +84,7 @@ class LocalState:
         """Return the state of a placement."""
         return cls(placement, partition.flats, partition.buckets, partition.whole, compact=compact)
 
+    @without_collection()
     def batches(self) -> list[Batch]:
         """Return what this rank lists, and sends.
 
@@ -122,6 +124,7 @@ class LocalState:
 class FrozenState:
     """The elements that a :class:`LocalState` has to send, without references to parameters or the optimizer."""
 
+    @without_collection()
     def __init__(self, state: LocalState) -> None:
         self._runs: dict[tuple[int, str], Tensor] = {}
         for packet in chain.from_iterable(map(packets_apart, state.batches())):
@@ -160,6 +163,7 @@ class IncomingState:
             values[index] = run
             self._states[index][field.key] = run if len(flat.shape) == 1 else flat.shaped(run)
 
+    @without_collection()
     def places_for(self, batches: Sequence[Batch]) -> list[Places]:
         """Make room for what a rank lists; return where the elements of each of its :func:`packets` go.
 

@@ -22,6 +22,7 @@ from ..placement.selective.column_state import check_columns
 from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
+from ..system.garbage_collection import without_collection
 from ..system.log import log
 from .trial import is_known, state_after_a_step, trial_of
 from .usual_states import UsualStates, are_usual
@@ -467,6 +468,7 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
     return part
 
 
+@without_collection()
 def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> StatesByIndex:
     """Return a copy of state, its tensors on ``device`` if one is given."""
 

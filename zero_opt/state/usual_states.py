@@ -14,6 +14,7 @@ from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, may_be_count
 from ..kernels.strides import dimensions_of
 from ..placement.native_rules import COLUMN_KEYS
+from ..system.garbage_collection import without_collection
 
 # Keys with rules of their own.
 _ODD_KEYS = {*COLUMN_KEYS, MAXIMUM, "master"}
@@ -81,6 +82,7 @@ class UsualStates(dict[int, Mapping[str, Any]]):
     """States by global parameter index that :func:`are_usual`: what holds for one holds for all of its shape."""
 
 
+@without_collection()
 def copies_of_usual(states: Mapping[int, Mapping[str, Any]], indices: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Return copies of the usual states of these parameters."""
     columns = values_by_name([states[index] for index in indices])

@@ -18,6 +18,7 @@ from ..layout import ParamSlice
 from ..placement import ParamState, Placement, ReadThrough, live_tensors
 from ..sharding.partition import Partition
 from ..system.devices import is_host
+from ..system.garbage_collection import without_collection
 from ..system.interrupts import uninterrupted
 from ..system.same_objects import SameMemory, SameObjects, flattened
 from .alike_entries import StateOwner
@@ -174,6 +175,7 @@ class VisibleState:
             now = self._versions_now()
         return [index for index, versions in now.items() if versions != self._versions.get(index)]
 
+    @without_collection()
     def load(self, states: Mapping[int, Mapping[str, object]]) -> None:
         """Replace all state by loaded state, given by global index in full shape; :meth:`follow` comes next."""
         self._due.clear()

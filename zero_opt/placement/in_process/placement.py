@@ -18,6 +18,7 @@ from ...sharding.flat_param import FlatParam
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.devices import is_host
+from ...system.garbage_collection import without_collection
 from ...system.same_objects import SameObjects
 from ..compact_state import require_own_master, require_squares_of
 from ..interface import ParamState, SlicePlacement
@@ -325,6 +326,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         unit, position = self._places[index]
         return unit.stepped[position]
 
+    @without_collection()
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state; the wrapped class casts dtypes and fills in missing keys."""
         inner = self._optimizer
