@@ -80,7 +80,7 @@ class Departures:
         calls: collective calls of the control group that this rank has entered.
         leave: breaks this rank's connections for training, so that no rank waits for it. end: does the same once what
             is queued for other ranks has been sent.
-        tell: tells the other ranks about a departure that this one has noticed.
+        tell: tells the other ranks about a departure, by the ring. post: by the store, until all ranks are in the ring.
         news: whether other ranks can tell this one about departures.
         silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
             for, and that have not answered since.
@@ -92,6 +92,7 @@ class Departures:
         self.end: Callable[[], None] = _no_connections
         self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
         self.tell: Callable[[Departure], None] = _no_connections
+        self.post: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
         self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
@@ -113,7 +114,12 @@ class Departures:
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         if self.hear(departure):
-            self.tell(departure)
+            self.say(departure)
+
+    def say(self, departure: Departure) -> None:
+        """Tell the others of a departure, this rank's own or one that it has noticed."""
+        self.post(departure)
+        self.tell(departure)
 
     def knows(self, rank: int) -> bool:
         """Return whether a rank is known to have left."""
@@ -151,14 +157,15 @@ class Departures:
 
 
 class Posted:
-    """The first departure that a rank has announced in the store, until all ranks are in the ring."""
+    """The first departure that a rank has put into the store, until all ranks are in the ring."""
 
     def __init__(self, departures: Departures, store: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
         """``ask``: returns what a call of the store returns, or ``None``."""
         self._departures, self._store, self._ask, self._over = departures, store, ask, False
+        departures.post = self.post
 
     def post(self, departure: Departure) -> None:
-        """Announce this rank's departure, unless another rank has announced its own."""
+        """Say that a rank has left, unless the store has that of one already."""
         if not self._over:
             self._ask(lambda: self._store.compare_set("departed", "", json.dumps(departure)))
 

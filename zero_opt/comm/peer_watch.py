@@ -1,11 +1,5 @@
 """Waiting for the other ranks: in slices, so that Ctrl-C gets through, and with a name for who has not come.
 
-[Note: who has not come]
-A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
-the process group was made with how many such calls it has entered; those that have not put down as many are the ones
-that are missing. The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank
-in this host the kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
-
 [Note: who has left]
 A rank that leaves training announces it, and breaks its connections for training. A rank that hears or notices this and
 cannot go on leaves too, so no rank waits for another that waits for one that has left. A connection breaks at once,
@@ -16,12 +10,12 @@ not answer, announces nothing: its neighbor tells the others; see [Note: the rin
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 from ..errors import PeerLost, PeerSilent
@@ -30,6 +24,7 @@ from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_peer, first_line, is_loss, network_failed, timed_out
+from .call_marks import CallMarks
 from .departures import Departure, Departures, How, Posted
 from .process_identity import ProcessIdentity
 from .slices import SLICE_S, done_within
@@ -40,8 +35,6 @@ _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
-# How long a rank may take to read what all ranks have put down there.
-_REPORT_S = 1.0
 # How long a process may outlive its connections: where the network may have broken them, and where only its end can.
 _CLOSING_S, _ENDING_S = 0.3, 5.0
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
@@ -71,7 +64,7 @@ _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
 
 class Watch:
-    """Looks, while this rank waits for all ranks, at what keeps it waiting; see [Note: who has not come].
+    """Looks, while this rank waits for all ranks, at what keeps it waiting; see ``call_marks.py`` too.
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
@@ -88,12 +81,13 @@ class Watch:
         """``processes``: by rank. ``timeouts``: of the process group, and for ranks that are stopped."""
         self.step, self.call, self.departures = 0, "step()", Departures()
         self.awaited: int | None = None
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._marks = store, rank, CallMarks(store, rank, len(processes))
         self._timeout_s, self._hang_timeout_s = timeouts
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
+        self._ended_at: dict[int, float] = {}  # when ranks of this host were first seen to have ended
         self._entered, self._within = 0, ""  # of which call, if not of a step, this rank waits for all ranks
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
@@ -139,15 +133,14 @@ class Watch:
             return
         with uninterrupted():
             own = Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1)
-            self.posted.post(own)
-            self.departures.tell(own)
+            self.departures.say(own)
             self._leave(
                 f"{type(error).__name__} has ended {what} {self.where}; restart all ranks from the last checkpoint"
             )
 
     def mark(self) -> None:
         """Let the others know that this rank waits."""
-        self._ask(lambda: self._store.set(f"at/{self._rank}", str(self._entered)))
+        self._ask(partial(self._marks.put, self._entered))
 
     def missing(self, waited: float = math.inf) -> list[int]:
         """The ranks that have not come, as far as is known; none is known if this rank has waited for less time."""
@@ -156,40 +149,43 @@ class Watch:
 
     def _marked(self) -> dict[int, int]:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
-        return self._ask(self._read_marks) or {}
-
-    def _read_marks(self) -> dict[int, int]:
-        """Do what :meth:`_marked` does. The first rank that asks in a call reads all marks for the others.
-
-        They read those of the ranks again that had not come then: a rank that has come stays so.
-        """
-        report = f"marks/{self._entered}"
-        first = int(self._store.compare_set(f"{report}/reader", "", str(self._rank))) == self._rank
-        if not first and until(lambda: bool(self._store.check([report])), _REPORT_S):
-            marks = dict(enumerate(json.loads(self._store.get(report))))
-            late = [rank for rank in self._others if marks[rank] < self._entered]
-            return {rank: marks[rank] for rank in self._others} | self._marks_of(late)
-        found = self._marks_of(self._others)
-        if first:
-            self._store.set(report, json.dumps([found.get(rank, self._entered) for rank in range(len(self._global))]))
-        return found
-
-    def _marks_of(self, ranks: Sequence[int]) -> dict[int, int]:
-        keys = {rank: f"at/{rank}" for rank in ranks}
-        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
+        return self._ask(partial(self._marks.read, self._entered)) or {}
 
     def stopped(self) -> list[int]:
         """The ranks of this host that are stopped."""
         return [rank for rank, process in self._near.items() if process.state() in _STOPPED]
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes have ended without an announcement that this rank has heard of."""
-        return [r for r, near in self._near.items() if not self.departures.knows(r) and near.has_ended()]
+        """The ranks of this host whose processes have ended without an announcement that this rank has heard of.
 
-    def leave_lost(self, rank: int, waiting: str = "") -> PeerLost:
-        """Leave, and return the error, once a rank has ended and its connections have not broken."""
-        self.departures.notice(Departure(rank, How.LOST))
-        return self._leave_departed(self.departures.lost() or Departure(rank, How.LOST), waiting=waiting)
+        Those that were seen to have ended before others come first: others may have ended because of them.
+        """
+        ended = [r for r, near in self._near.items() if not self.departures.knows(r) and near.has_ended()]
+        now = time.monotonic()
+        return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
+
+    def _notice_ended(self, ended: Sequence[int]) -> None:
+        """Take the first of :meth:`ended`, and those that were seen together with it, for lost."""
+        for rank in ended:
+            if self._ended_at[rank] == self._ended_at[ended[0]]:
+                self.departures.notice(Departure(rank, How.LOST))
+
+    def _ended_with(self, rank: int) -> list[int]:
+        """Return a rank that was lost, and those that may have ended before it."""
+        seen = {other.rank: self._ended_at.get(other.rank) for other in self.departures if other.how is How.LOST}
+        return [rank] if seen.get(rank) is None else [other for other, at in seen.items() if at == seen[rank]]
+
+    def leave_lost(self, ended: Sequence[int], waiting: str = "") -> PeerLost:
+        """Leave, and return the error, once ranks have ended and their connections have not broken.
+
+        Args:
+            ended: see :meth:`ended`. waiting: what waits, if not a step.
+        """
+        self.posted.read()
+        lost = self.departures.lost()
+        if lost is None:
+            self._notice_ended(ended)
+        return self._leave_departed(lost or Departure(ended[0], How.LOST), waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -283,9 +279,8 @@ class Watch:
 
     def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
         """Leave, tell the others that this rank has given up waiting for these, and return the error."""
-        for departure in [Departure(rank, How.SILENT) for rank in ranks]:
-            self.posted.post(departure)
-            self.departures.notice(departure)
+        for rank in ranks:
+            self.departures.notice(Departure(rank, How.SILENT))
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
@@ -373,11 +368,12 @@ class Watch:
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
+            ended = self.ended()  # a rank that has ended because of another has put that into the store before
             self.posted.read()
-            waited, ended = time.monotonic() - begun, self.ended()
-            if ended and self.departures.lost() is None:
-                self.departures.notice(Departure(ended[0], How.LOST))
-            departure = self.departures.first(call)
+            waited, departure = time.monotonic() - begun, self.departures.first(call)
+            if ended and (departure is None or departure.how not in (How.LOST, How.INTERRUPTED)):
+                self._notice_ended(ended)
+                departure = self.departures.first(call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
@@ -402,11 +398,14 @@ class Watch:
     def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
         self.departures.leave()
-        how = "has ended" if departure.rank in self._near else "has ended, or its host does not answer,"
-        waits = f"{how} while {waiting or f'{self.where} waits for it'}, and {self.last()}"
         unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
         if departure.how is How.CUT_OFF:
             ranks = sorted([departure.rank, departure.from_rank])
+        elif departure.how is How.LOST:
+            ranks = self._ended_with(departure.rank)
+        how, them = ("have ended", "them") if len(ranks) > 1 else ("has ended", "it")
+        how += "" if departure.rank in self._near else ", or its host does not answer,"
+        waits = f"{how} while {waiting or f'{self.where} waits for {them}'}, and {self.last(ranks)}"
         backend = f" ({text})" if text and unannounced else ""
         name = self.name(ranks) if unannounced else self._name(departure.rank)
         return PeerLost(departure.text(name, waits) + backend)
@@ -437,7 +436,6 @@ class Stops:
         self._begun = self._looked = time.monotonic()
         self._apart_s = LOOK_AGAIN_S * max(1.0, len(watch._near) / _LOOKED_AT)
         self._since: dict[int, float] = {}
-        self._ended: dict[int, float] = {}
 
     def attend(self) -> None:
         """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
@@ -456,10 +454,9 @@ class Stops:
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read()
-        self._ended = {rank: self._ended.get(rank, now) for rank in self._watch.ended()}
-        for rank, since in sorted(self._ended.items(), key=lambda seen: seen[1]):
-            if now - since >= _ANNOUNCED_S:
-                raise self._watch.leave_lost(rank, self._waiting)
+        ended = self._watch.ended()
+        if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
+            raise self._watch.leave_lost(ended, self._waiting)
         stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
         if self._since:

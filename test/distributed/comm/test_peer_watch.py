@@ -212,7 +212,7 @@ def _alone(rank: int, world_size: int, call: str, patience_s: tuple[float, float
         assert len(opt.state_dict()["state"]) == 1
         opt.zero_grad()
         watch = opt._group.watch
-        assert until(lambda: watch._marks_of([0])[0] > watch._entered, PATIENCE_S)  # rank 0 waits, and has said so
+        assert until(lambda: watch._marks._of([0])[0] > watch._entered, PATIENCE_S)  # rank 0 waits, and has said so
         param.sum().backward()
         store.wait(["told"], timedelta(seconds=PATIENCE_S))
         return None

@@ -94,3 +94,72 @@ def test_of_many_ranks_one_looks_for_all_who_is_missing() -> None:
     assert watches[3].missing() == [50]
     for watch in watches:
         watch.close()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Watch], set[int]]]:
+    """The watches of three ranks of one host before there is a ring, and the processes that have ended."""
+    ended, store = set[int](), HashStore()
+    monkeypatch.setattr(ProcessIdentity, "state", lambda process: "X" if process.pid in ended else "S")
+    processes = [ProcessIdentity("host", 10 + rank, 1) for rank in range(3)]
+    watches = [Watch(store, rank, processes, (60.0, 30.0)) for rank in range(3)]
+    yield watches, ended
+    for watch in watches:
+        watch.close()
+
+
+@pytest.mark.parametrize("found_by", ["a broken connection", "a look"])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_has_ended_because_of_another_is_not_named_before_there_is_a_ring(
+    three: tuple[list[Watch], set[int]], lost: int, found_by: str
+) -> None:
+    watches, ended = three
+    witness = 3 - lost
+    ended.add(10 + lost)
+    assert f"rank {lost} " in str(watches[witness].explain("", patience_s=0.0))
+    ended.add(10 + witness)
+    by_look = found_by == "a look"
+    error = watches[0].leave_lost([witness, lost]) if by_look else watches[0].explain("", patience_s=0.0)
+    assert str(error).startswith(f"rank {lost} (pid {10 + lost}) has ended while step 0 waits for it")
+
+
+def test_a_rank_that_ends_after_another_was_interrupted_is_not_named_before_there_is_a_ring(
+    three: tuple[list[Watch], set[int]],
+) -> None:
+    watches, ended = three
+    watches[2].interrupted(KeyboardInterrupt())
+    ended.add(11)  # because of that
+    assert str(watches[0].explain("", patience_s=0.0)).startswith("rank 2 has left training before its first step")
+
+
+def test_what_ends_while_the_store_is_read_is_not_named(
+    three: tuple[list[Watch], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watches, ended = three
+    ended.add(12)
+    first, read = watches[0], watches[0].posted.read
+
+    def read_late() -> None:
+        read()
+        if 11 not in ended:  # it has said why just after this rank has asked
+            watches[1].explain("", patience_s=0.0)
+            ended.add(11)
+
+    monkeypatch.setattr(first.posted, "read", read_late)
+    assert str(first.explain("", patience_s=0.0)).startswith("rank 2 (pid 12) has ended")
+
+
+def test_the_rank_that_was_seen_to_have_ended_first_is_named(three: tuple[list[Watch], set[int]]) -> None:
+    watches, ended = three
+    ended.add(12)
+    assert watches[0].ended() == [2]
+    ended.add(11)
+    assert watches[0].ended() == [2, 1]
+    assert str(watches[0].explain("", patience_s=0.0)).startswith("rank 2 (pid 12) has ended")
+
+
+def test_of_two_that_were_seen_to_have_ended_together_both_are_named(three: tuple[list[Watch], set[int]]) -> None:
+    watches, ended = three
+    ended.update((11, 12))
+    said = "rank 1 (pid 11), rank 2 (pid 12) have ended while step 0 waits for them, and they have taken no step; "
+    assert str(watches[0].explain("", patience_s=0.0)).startswith(said)

@@ -1,0 +1,180 @@
+"""What a second optimizer of one model costs: its step beside that of one optimizer, and what each one takes to make.
+
+    python docs/benchmarks/several_optimizers.py [--rounds 25] [--write docs/benchmarks/results/]
+
+Two forked gloo ranks, one thread each. One model is trained by one AdamW, and by several of which each has every n-th
+layer, in turn; a step is forward, backward, ``step()`` and ``zero_grad()`` of all of them. A time is that of the slower
+rank; medians count. Last, each of several optimizers that are made one after the other: seconds, and what rank 0 has
+more after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.forked import forked
+from support.machine import command, load, machine, spread, today, write_result
+from torch import nn
+
+import zero_opt
+
+WORLD_SIZE = 2
+COUNTS = (1, 2, 4)  # of optimizers
+WIDTH, LAYERS, ROWS = 1024, 12, 64
+REDUCTIONS: dict[str, Callable[[], Any]] = {
+    "Overlapped()": zero_opt.Overlapped,
+    "AtStep()": zero_opt.AtStep,
+    'Overlapped(exchange="backend")': lambda: zero_opt.Overlapped(exchange="backend"),
+}
+
+
+class Trained:
+    """A model with so many optimizers."""
+
+    def __init__(self, count: int, reduction: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
+        self.optimizers = [
+            zero_opt.ShardedOptimizer(
+                [param for layer in layers[first::count] for param in layer.parameters()],
+                torch.optim.AdamW,
+                fused=True,
+                reduction=reduction,
+            )
+            for first in range(count)
+        ]
+
+    def step(self, data: torch.Tensor) -> float:
+        """One training step; returns the seconds of the slower rank."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.model(data).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return slower(time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """End the optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.close()
+
+
+def slower(seconds: float) -> float:
+    """Seconds of the slower rank."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def join(rank: int, store: str) -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+
+
+def leave() -> None:
+    """Be none any more."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def stepped(rank: int, store: str, reduction: str, rounds: int, answer: Any) -> None:
+    """One rank: a training step, by the number of optimizers."""
+    join(rank, store)
+    made = {count: Trained(count, REDUCTIONS[reduction]()) for count in COUNTS}
+    times: dict[int, list[float]] = {count: [] for count in COUNTS}
+    data = torch.randn(ROWS, WIDTH)
+    for turn in range(rounds + 3):
+        for count, trained in made.items():
+            seconds = trained.step(data)
+            if turn >= 3:
+                times[count].append(seconds)
+    if rank == 0:
+        answer.put(times)
+    for trained in made.values():
+        trained.close()
+    leave()
+
+
+def taken() -> tuple[int, int, float]:
+    """Descriptors, threads, and resident MiB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    counts = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return *counts, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def constructed(rank: int, store: str, answer: Any) -> None:
+    """One rank: seconds, and what it has more, after each optimizer and its first step."""
+    join(rank, store)
+    rows, optimizers, before = [], [], taken()
+    for _ in range(max(COUNTS)):
+        layer = nn.Linear(WIDTH // 4, WIDTH // 4)
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizers.append(zero_opt.ShardedOptimizer(layer.parameters(), torch.optim.AdamW))
+        seconds = slower(time.perf_counter() - begin)
+        layer(torch.randn(ROWS, WIDTH // 4)).sum().backward()
+        optimizers[-1].step()
+        dist.barrier()
+        after = taken()
+        rows.append((seconds, *(now - then for now, then in zip(after, before, strict=True))))
+        before = after
+    if rank == 0:
+        answer.put(rows)
+    for optimizer in optimizers:
+        optimizer.close()
+    leave()
+
+
+def report(rounds: int) -> str:
+    """The result, as markdown."""
+    lines = [
+        f"### Several optimizers of one model, {today()}",
+        "",
+        f"`{command('docs/benchmarks/several_optimizers.py')}`",
+        "",
+        f"{machine()}; {load()}. {WORLD_SIZE} ranks, one thread each, {rounds} rounds; {LAYERS} layers of "
+        f"{WIDTH} x {WIDTH}.",
+        "",
+        "| reduction | optimizers | training step, ms | beside one optimizer, step by step |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name in REDUCTIONS:
+        [times] = forked(stepped, WORLD_SIZE, name, rounds, answers=1)
+        for count, values in times.items():
+            ratio = statistics.median(a / b for a, b in zip(values, times[1], strict=True))
+            lines.append(f"| `{name}` | {count} | {spread([1e3 * value for value in values], 1)} | {ratio:.3f} |")
+    [rows] = forked(constructed, WORLD_SIZE, answers=1)
+    lines += ["", "| optimizer | made in, s | descriptors more | threads more | resident MiB more |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    for number, (seconds, descriptors, threads, mib) in enumerate(rows, 1):
+        lines.append(f"| {number} | {seconds:.3f} | {descriptors} | {threads} | {mib:.1f} |")
+    lines += ["", "The first one also imports what all of them need."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    arguments = parser.parse_args()
+    text = report(arguments.rounds)
+    print(text)
+    if arguments.write:
+        write_result(arguments.write, "several_optimizers", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What ranks that wait for all ranks put down in the store: how many such calls they have entered.
+
+[Note: who has not come]
+A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
+the process group was made with how many such calls it has entered; those that have not put down as many are the ones
+that are missing. The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank
+in this host the kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..system.waiting import until
+
+# How long a rank may take to read what all ranks have put down.
+_REPORT_S = 1.0
+
+
+class CallMarks:
+    """The marks of all ranks in one store, as one rank puts down and reads them."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def put(self, entered: int) -> None:
+        """Put down how many calls this rank has entered."""
+        self._store.set(f"at/{self._rank}", str(entered))
+
+    def read(self, entered: int) -> dict[int, int]:
+        """Return the mark of each other rank, -1 for none. The first rank that asks in a call reads all for the others.
+
+        They read those of the ranks again that had not come then: a rank that has come stays so.
+
+        Args:
+            entered: how many calls this rank has entered.
+        """
+        report, others = f"marks/{entered}", [rank for rank in range(self._world_size) if rank != self._rank]
+        first = int(self._store.compare_set(f"{report}/reader", "", str(self._rank))) == self._rank
+        if not first and until(lambda: bool(self._store.check([report])), _REPORT_S):
+            marks = dict(enumerate(json.loads(self._store.get(report))))
+            late = [rank for rank in others if marks[rank] < entered]
+            return {rank: marks[rank] for rank in others} | self._of(late)
+        found = self._of(others)
+        if first:
+            self._store.set(report, json.dumps([found.get(rank, entered) for rank in range(self._world_size)]))
+        return found
+
+    def _of(self, ranks: Sequence[int]) -> dict[int, int]:
+        keys = {rank: f"at/{rank}" for rank in ranks}
+        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
