@@ -57,6 +57,7 @@ BOUNDED_WAITS: Mapping[tuple[str, str], str] = {
     ("comm.transfers", "wait"): _TRANSFER,
     ("optimizer.between_steps", "join"): _STREAMS,
     ("optimizer.between_steps", "wait"): _WORKER,
+    ("optimizer.sharded", "wait"): _WORKER,
     ("placement.native_placement", "wait"): f"NVMePlacement.wait() gives each transfer hang_timeout; {_WORKER}",
     ("placement.selective.placement", "wait"): _WORKER,
     ("placement.worker.placement", "wait"): _WORKER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -17,6 +18,10 @@ from .waits_beside import submitted
 
 # torch's own functions for groups; the private ones carry no types.
 c10d: Any = dist.distributed_c10d
+if dist.is_available():
+    # Defaults of its functions are the default group, if there is one when it is imported, as torch's optimizers do.
+    # That group's threads would outlive destroy_process_group(), and one that frees a tensor may abort the exit.
+    importlib.import_module("torch.distributed.nn.functional")
 
 # Seconds that the store may take to answer, and after which a thread that waits for it sees that nothing needs it.
 _ANSWER_S, _SLICES = 60.0, 240

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ..errors import (
     ParamsReplaced,
     PeerLost,
     RankMismatch,
+    StepFailed,
     StepPending,
     UnsupportedParam,
     ZeroOptError,
@@ -27,7 +28,7 @@ from ..errors import (
 from ..layout import mask_of
 from ..placement import Placement
 from ..reduction.consumed_grad import ConsumedGrad
-from ..sharding.flat_param import is_dtensor, own_writes
+from ..sharding.flat_param import is_dtensor
 from ..sharding.gather import broadcast_shards
 from ..sharding.late_params import await_others
 from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
@@ -48,6 +49,7 @@ from .loading import Loaded, fitted_state
 from .parts import EngineParts
 from .planning import Planner
 from .process_groups import OwnGroups
+from .uneven_edits import keep_uneven_edits, restore
 
 # Seconds that the background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
@@ -258,7 +260,20 @@ class BetweenSteps(Engine):
                 with self._guard.telling_why():
                     self._finish_pending(call)
             if self.gather.failed():
-                self.agreement.raise_first_error(self._guard.tell_failure(), call)
+                self._raise_failed(self._guard.failed_step(), call)
+
+    def _raise_failed(self, error: ZeroOptError | None, call: str) -> None:
+        """Raise, on every rank, the error of the first rank that has one; return if none has. Collective."""
+        try:
+            self.agreement.raise_first_error(error, call)
+        except StepFailed:
+            self._told_failure()
+            raise
+
+    def _told_failure(self) -> None:
+        """Note that every rank knows of a failed step, after which ranks make up for what they lack of each other's."""
+        self._guard.note_told()
+        self._params_may_differ = True
 
     def _finish_pending(self, call: str) -> None:
         """Bring a pending step into the parameters of all ranks. Collective.
@@ -268,7 +283,8 @@ class BetweenSteps(Engine):
 
         Raises:
             RankMismatch: on every rank, if values differ of a parameter that was changed on some ranks; each rank has
-                its own then. StepPending: on every rank, if parameters or state were changed on one.
+                its own then. StepPending: on every rank, if parameters or state were changed on one. StepFailed: on
+                every rank, if the last step failed on one, and is not pending there.
         """
         conflict: ZeroOptError | None = None
         mismatch: RankMismatch | None = None
@@ -282,7 +298,7 @@ class BetweenSteps(Engine):
                 self._params_may_differ |= begun
             due = self.agreement.any(self._params_may_differ)
             if due:
-                mismatch, kept = self._keep_uneven_edits()
+                mismatch, kept = keep_uneven_edits(self.partition, self.agreement, self.parts.params)
                 conflict = conflict or self.placement.conflict()  # of a parameter that was written to on another rank
             with self.agreement.together(), self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
                 list(self.placement.bring_in())
@@ -293,7 +309,7 @@ class BetweenSteps(Engine):
             raise
         if due:
             broadcast_shards(self.partition.buckets, self._groups.control)
-            self._restore(kept)
+            restore(self.partition, kept)
             self._params_may_differ = False
             self.gather.forget_failure()
             with self.parts.visible.lock:
@@ -301,7 +317,8 @@ class BetweenSteps(Engine):
                 self._guard.commit(self.count.step)
         if mismatch is not None:
             raise mismatch from conflict
-        self.agreement.raise_first_error(None if self._told_pending else conflict)
+        missing = self._guard.failed_step() if call else None  # else a step follows, which goes on without it
+        self._raise_failed((None if self._told_pending else conflict) or missing, "")
 
     def _changed_while_pending(self) -> ZeroOptError | None:
         """Return the error if the user has changed state or parameters on this rank while a step was pending."""
@@ -312,31 +329,6 @@ class BetweenSteps(Engine):
             return error
         return self.placement.conflict()
 
-    def _keep_uneven_edits(self) -> tuple[RankMismatch | None, dict[int, Tensor]]:
-        """Let parameters that were changed on some ranks only keep on every rank what they have there. Collective.
-
-        Returns:
-            What is wrong if their values differ, and copies of them, which a gather is about to overwrite.
-        """
-        uneven = self.agreement.uneven_edits(self.partition.edits())
-        if not uneven:
-            return None, {}
-        mismatch = None
-        try:
-            self.agreement.require_same_values(uneven, self.parts.params)
-        except RankMismatch as error:
-            mismatch = error
-        self.partition.count_edit(uneven)  # once more on every rank: the next step sees that they differ still
-        params = {index: self.partition.flats[index].param for index in uneven} if mismatch else {}
-        return mismatch, {index: param.detach().clone() for index, param in params.items()}
-
-    def _restore(self, kept: Mapping[int, Tensor]) -> None:
-        """Give parameters the values of these copies."""
-        flats = [self.partition.flats[index] for index in kept]
-        with own_writes(flats):
-            for flat, values in zip(flats, kept.values(), strict=True):
-                flat.param.data.copy_(values)
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _show_state(self) -> None:
@@ -346,7 +338,7 @@ class BetweenSteps(Engine):
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
         self.flush(call)
-        self.agreement.raise_first_error(self._guard.tell_failure() or self._adopt_edits(), call)
+        self._raise_failed(self._guard.failed_step() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""

@@ -136,11 +136,14 @@ class ShardedEngine(BetweenSteps):
         self.placement.require_not_forked()
         with Phase("gather"):
             self.gather.flush()
-        error = error or self._take_over_edits()
+        if self._params_may_differ and self._config.offload is not None:  # no rank steps where one lacks a step before
+            self.flush("")
+        steps = clip_to is None and unscale_by is None
+        error = error or self._take_over_edits() or (self._end_pending_step() if steps else None)
         self._sends = True
         if not absent:
             self._notify_join()
-        own = self.reduction.send_rest(error, absent=absent, steps=clip_to is None and unscale_by is None)
+        own = self.reduction.send_rest(error, absent=absent, steps=steps)
         with Phase("agreement"):
             agreed = self.agree(own, clip_to, unscale_by, absent=absent)
         self._planner.plan(agreed.used | agreed.trainable)
@@ -172,7 +175,7 @@ class ShardedEngine(BetweenSteps):
 
     def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
-        error: ZeroOptError | None = self._parked.error() or self._guard.tell_untold_failure()
+        error: ZeroOptError | None = self._parked.error() or self._guard.untold_failure()
         if self._half_loaded:
             error = StateDictError(
                 "load_state_dict() has ended with an error after it had begun to write, so the state is that of no "
@@ -193,6 +196,14 @@ class ShardedEngine(BetweenSteps):
             error = error or refused
         return error
 
+    def _end_pending_step(self) -> ZeroOptError | None:
+        """Let a pending step end. Return why it cannot: once the ranks have agreed on the next one it is too late."""
+        try:
+            self.placement.wait()
+        except ZeroOptError as error:
+            return error
+        return None
+
     def agree(self, own: OwnRounds, clip_to: float | None, unscale_by: float | None, *, absent: bool) -> StepAgreement:
         """Compare this rank's report of the step with the other ranks'. Collective."""
         count, edits = self.count, self.partition.edits()
@@ -206,7 +217,7 @@ class ShardedEngine(BetweenSteps):
             count.epoch = count.epoch if desync.epoch is None else desync.epoch
             raise
         except StepFailed:
-            self._params_may_differ = True
+            self._told_failure()
             raise
         if absent:
             count.epoch = agreed.epoch
@@ -335,8 +346,8 @@ class ShardedEngine(BetweenSteps):
                 self._show_state()
             self._guard.commit(count.step)
         if failed:
-            self._params_may_differ = True
-            self.agreement.raise_first_error(self._guard.tell_failure(), "step()", own=failure)
+            self._told_failure()
+            self.agreement.raise_first_error(self._guard.failed_step(), "step()", own=failure)
         if failure is not None:
             raise failure
 

@@ -209,12 +209,19 @@ class StateGuard:
         """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
         self.failure, self._told = failure, False
 
-    def tell_failure(self) -> StepFailed | None:
-        """Return the error for all ranks if a part of the last step is missing here; the ranks count as told."""
+    def note_told(self) -> None:
+        """Note that every rank has raised :meth:`failed_step`."""
+        self._told = True
+
+    def untold_failure(self) -> StepFailed | None:
+        """Return the error of :meth:`failed_step`, or ``None`` if every rank has raised it."""
+        return None if self._told else self.failed_step()
+
+    def failed_step(self) -> StepFailed | None:
+        """Return the error for all ranks if a part of the last step is missing here."""
         failure = self.failure
         if failure is None:
             return None
-        self._told = True
         pending = isinstance(failure, (OutOfResources, StorageFailed, WorkerDied, WorkerFailed))
         error = StepFailed(
             f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
@@ -222,10 +229,6 @@ class StateGuard:
         )
         error.__cause__ = failure
         return error
-
-    def tell_untold_failure(self) -> StepFailed | None:
-        """Return the error as :meth:`tell_failure` does, or ``None`` if all ranks were told."""
-        return None if self._told else self.tell_failure()
 
     def finish(self) -> None:
         """End the wait of readers for further changes."""

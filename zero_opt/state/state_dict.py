@@ -23,6 +23,7 @@ from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
 from ..system.garbage_collection import without_collection
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from .trial import is_known, state_after_a_step, trial_of
 from .usual_states import UsualStates, are_usual
@@ -333,6 +334,7 @@ def fitted(
     return fitting, completed
 
 
+@uninterrupted()  # what a signal handler raises is not the class's refusal
 def _completed(
     cls: type[torch.optim.Optimizer],
     saved: Mapping[str, Any],

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import UnsupportedOptimizer
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import bare_step, is_elementwise, steps_params_apart
+from ..system.interrupts import uninterrupted
 
 # A trial of a parameter with at most so many elements has as many.
 _REAL_NUMEL = 1 << 14
@@ -92,6 +93,7 @@ def trial_of(
         return Trial(cls, like, {}, **own)
 
 
+@uninterrupted()  # what a signal handler raises is not the class's
 def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
     """Return the state that a parameter gets; empty if the class cannot step it so (without a closure, say)."""
     try:
@@ -143,6 +145,7 @@ class StateSizes:
         lines = self._slopes[group, dtype].items()
         return {role: math.ceil(start + (numel - _FEW) * slope) for role, (start, slope) in lines}
 
+    @uninterrupted()
     def _tried(self, hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, int]:
         given = dict(copy.deepcopy(hypers))
         if like.is_meta and given.get("fused"):

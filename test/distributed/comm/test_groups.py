@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +71,26 @@ def test_the_timeout_is_the_groups_own_unless_one_is_given() -> None:
     assert run_processes(2, _timeouts, group_timeout=77) == [[77.0, 7.5, 55.0, 7.5]] * 2
     [found, _] = run_threads(2, _timeouts)  # its groups have none
     assert found[1] == 7.5 and found[0] == found[2] > 60
+
+
+_THREADS_LEFT = """
+import os, time, torch, torch.distributed as dist, zero_opt
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+optimizer.close()
+del optimizer
+
+def names():
+    return [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+
+before = [name for name in names() if "gloo" in name]
+dist.destroy_process_group()
+print(len(before), [name for name in names() if "gloo" in name])
+"""
+
+
+def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
+    """A thread of gloo that frees a tensor while the interpreter ends aborts the process."""
+    code = _THREADS_LEFT.format(store=tmp_path / "store")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
+    assert int(said[0]) > 0 and said[1].strip() == "[]"

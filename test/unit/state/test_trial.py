@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import zero_opt
-from zero_opt.state.trial import Trial, is_known, state_after_a_step
+from zero_opt.state import state_dict
+from zero_opt.state.trial import StateSizes, Trial, is_known, state_after_a_step, trial_of
 
 
 class _Refusing(torch.optim.SGD):
@@ -16,6 +19,48 @@ class _Refusing(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         raise ArithmeticError("not today")
+
+
+class _Alarmed(torch.optim.SGD):
+    """In its step comes a signal."""
+
+    def step(self, closure: Any = None) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+
+
+def _end_of_time(*_: object) -> None:
+    raise TimeoutError("no more time")
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGALRM raises an exception."""
+    before = signal.signal(signal.SIGALRM, _end_of_time)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_what_a_signal_handler_raises_is_not_the_class_s() -> None:
+    with pytest.raises(TimeoutError, match="no more time"):
+        state_after_a_step(_Alarmed, {}, torch.zeros(2))
+    with pytest.raises(TimeoutError, match="no more time"):
+        StateSizes(_Alarmed, {}).of(0, {}, (2,), torch.float32)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_what_a_signal_handler_raises_in_a_load_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=0.1, offload=zero_opt.CPUOffload())
+
+    def alarmed(*given: Any) -> Trial:
+        signal.raise_signal(signal.SIGALRM)
+        return trial_of(*given)
+
+    monkeypatch.setattr(state_dict, "trial_of", alarmed)
+    with pytest.raises(TimeoutError, match="no more time"):
+        optimizer.load_state_dict(torch.optim.SGD([param], lr=0.5).state_dict())
+    optimizer.close()
 
 
 def test_what_is_known() -> None:

@@ -164,8 +164,7 @@ class WindowPass:
         Raises:
             StorageFailed, or what ``change`` raises: see the module.
         """
-        for transfer in self._reading:
-            self._wait_out(transfer)
+        self.drain()
         with uninterrupted():
             self._resume()
         while self._todo or self._reading:

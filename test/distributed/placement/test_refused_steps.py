@@ -1,0 +1,120 @@
+"""Steps that are called again while one rank cannot complete the step before: no rank takes them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+from test.support.late_params import as_they_are
+from test.support.nvme_training import in_file
+from test.support.worker_training import backward, make, make_params, worker_of
+from zero_opt.placement.worker import process
+
+_FAILURES = (zero_opt.WorkerDied, zero_opt.WorkerFailed, zero_opt.StorageFailed, zero_opt.StepFailed)
+
+
+def _train(optimizer: zero_opt.ShardedOptimizer, params: list[nn.Parameter], step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    backward(params, step, rank)
+    optimizer.step()
+
+
+@as_they_are
+def _values_of(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def _ended(optimizer: zero_opt.ShardedOptimizer, params: list[nn.Parameter]) -> Any:
+    """Parameters, and how many steps each has had."""
+    optimizer.flush()
+    state = optimizer.state_dict()["state"]
+    optimizer.close()
+    return _values_of(params), [state[index]["step"].item() for index in sorted(state)]
+
+
+def _without_refused(rank: int, world_size: int, offload: Any) -> Any:
+    """Steps 0 to 3, then 6 and 7."""
+    params = make_params()
+    optimizer = make(params, offload=offload)
+    for step in (0, 1, 2, 3, 6, 7):
+        _train(optimizer, params, step, rank)
+        if step != 6:
+            optimizer.flush()
+    return _ended(optimizer, params)
+
+
+def _refused(rank: int, world_size: int, offload: Any, fault: Any, then: str) -> Any:
+    """The same; a fault on rank 1 from step 3 to 5, of which step 3 alone is taken."""
+    params = make_params()
+    optimizer = make(params, offload=offload)
+    for step in range(3):
+        _train(optimizer, params, step, rank)
+        optimizer.flush()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            fault(patch, optimizer)
+        for step in (3, 4, 5):
+            # A late step, and one whose last write fails, return where they were made.
+            with suppress(*_FAILURES) if step == 3 else pytest.raises(_FAILURES):
+                _train(optimizer, params, step, rank)
+    if then == "flush()":
+        optimizer.flush()
+    for step in (6, 7):
+        _train(optimizer, params, step, rank)
+    return _ended(optimizer, params)
+
+
+def _compare(offload: Any, fault: Any, then: str) -> None:
+    found = run_processes(2, _refused, offload, fault, then)
+    assert_bitwise(found[0], found[1])
+    (values, counts), (expected, taken) = found[0], run_processes(2, _without_refused, offload)[0]
+    assert counts == taken
+    if then == "flush()":  # else the gradients of the next step are of parameters that lack a part
+        assert_bitwise(values, expected)
+
+
+class _NoWorker:
+    """The worker dies, and none can be started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._broken = folder / "main.py"
+        self._broken.write_text("raise SystemExit(1)")
+
+    def __call__(self, patch: pytest.MonkeyPatch, optimizer: zero_opt.ShardedOptimizer) -> None:
+        patch.setattr(process, "_MAIN", self._broken)
+        os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+
+
+class _BadDisk:
+    """The disk fails in each read, or in each write."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def __call__(self, patch: pytest.MonkeyPatch, optimizer: zero_opt.ShardedOptimizer) -> None:
+        patch.setattr(os, self._call, _broken)
+
+
+def _broken(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("then", ["flush()", "step()"])
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"speculate": True}], ids=str)
+def test_without_a_worker(tmp_path: Path, options: dict[str, Any], then: str) -> None:
+    _compare(zero_opt.WorkerOffload(**options, max_deaths=1), _NoWorker(tmp_path), then)
+
+
+@pytest.mark.parametrize("then", ["flush()", "step()"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_with_a_disk_that_fails(tmp_path: Path, call: str, then: str) -> None:
+    _compare(in_file(tmp_path), _BadDisk(call), then)
