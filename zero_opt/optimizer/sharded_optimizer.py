@@ -450,9 +450,9 @@ class ShardedOptimizer(UnevenInputs):
         as_in_torch, summary = super().__repr__(), self._engine.summary()
         if not summary:
             return as_in_torch
-        kind, groups = as_in_torch.split("\n", 1)
+        kind, opened, groups = as_in_torch.partition("(")
         held = "; ".join(f"{name} {mib(nbytes)}" for name, nbytes in self.memory_report().items())
-        return f"{kind}\n{summary}\n{held}\n{groups}"
+        return f"{kind}{opened}\n{summary}\n{held}\n{groups.lstrip()}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CHOSEN_ONCE:
