@@ -87,7 +87,7 @@ def _checked_on_all(optimizers: object, max_norm: float, more: ZeroOptError | No
             raise more
         return _checked(optimizers)
     except ZeroOptError as error:
-        first = next(iter(optimizers), None) if isinstance(optimizers, Sequence) else None
+        first = next(iter(optimizers), None) if isinstance(optimizers, Sequence) else optimizers
         if isinstance(first, ShardedOptimizer) and not first._join_config.enable:
             _clip_one(first, max_norm, alone, error)
         raise

@@ -42,6 +42,11 @@ _CLIPS: Calls = {
         lambda opt: zero_opt.clip_grad_norm_([opt], 0.1, norm_type=1),
         "zero_opt.clip_grad_norm_() takes the norm alone",
     ),
+    "no list": (
+        lambda opt: zero_opt.clip_grad_norm_([opt], 0.1),
+        lambda opt: zero_opt.clip_grad_norm_(opt, 0.1),  # type: ignore[arg-type]
+        "zero_opt.clip_grad_norm_() takes a sequence of ShardedOptimizers",
+    ),
     "offloaded": (
         lambda opt: opt.clip_grad_norm_(0.1),
         lambda opt: (opt.offload_state(), opt.clip_grad_norm_(0.1)),
