@@ -88,6 +88,33 @@ def test_checkpointing(tmp_path: Path) -> None:
     assert_bitwise(found[0][2], found[0][0])
 
 
+def _from_rank_0(rank: int, world_size: int, folder: str) -> Any:
+    """The guide's way to set what rank 0 alone has, in a model and an optimizer that have gone on."""
+    names = run("checkpointing.md", folder)
+    model, opt = names["model"], names["opt"]
+    getting, setting = (snippet for snippet in snippets("checkpointing.md") if "_rank_0)" in snippet)
+    exec(compile(getting, "checkpointing.md", "exec"), names)
+    given = copy.deepcopy((names["model_state"], names["opt_state"]))  # torch gives the parameters themselves
+    names["model_state"], names["opt_state"] = copy.deepcopy(given)
+    assert rank == 0 or given == ({}, {})
+    model(torch.ones(1, 300)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    exec(compile(setting, "checkpointing.md", "exec"), names)
+    opt.consolidate_state_dict(to=0)
+    held = opt.state_dict()["state"] if rank == 0 else None
+    opt.close()
+    return given, model.state_dict(), held
+
+
+def test_what_rank_0_alone_has_is_set_on_all_ranks(tmp_path: Path) -> None:
+    found = run_processes(2, _from_rank_0, str(tmp_path))
+    (model_state, opt_state), _, held = found[0]
+    for _, set_state, _ in found:
+        assert_bitwise(dict(set_state), dict(model_state))
+    assert_bitwise([*held.values()], [*opt_state["state"].values()])
+
+
 def _fsdp(rank: int, world_size: int, folder: str) -> Any:
     opt = run("fsdp.md", folder)["opt"]
     state = [{key: value for key, value in entry.items() if key == "step"} for entry in opt.state.values()]

@@ -399,9 +399,11 @@ def run_hooked(rank: int, world_size: int) -> Counter[str]:
     for handle in handles:
         handle.remove()
     called.update(event.name for event in profiled.events() if event.name.startswith("Optimizer.step"))
-    kind, summary, _, *groups = repr(optimizer).splitlines()
+    kind, summary, held, *groups = repr(optimizer).splitlines()
     assert kind == "ShardedOptimizer (" and summary.startswith("AdamW on rank ")
     assert groups == repr(torch.optim.AdamW(params)).splitlines()[1:]
+    optimizer.param_groups.clear()
+    assert repr(optimizer).splitlines() == ["ShardedOptimizer (", summary, held, ")"]
     optimizer.close()
     return called
 

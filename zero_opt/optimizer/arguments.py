@@ -17,6 +17,7 @@ from ..errors import (
     UnsupportedOptimizer,
     UnsupportedParam,
     ZeroOptError,
+    quoted,
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
@@ -39,6 +40,22 @@ def adopt_errors() -> Iterator[None]:
         if type(error) is not RuntimeError:  # out of memory and the like
             raise
         raise ConfigConflict(str(error)) from error
+
+
+def refusal_of_others(others: Sequence[object]) -> ConfigTypeError | None:
+    """Return the error if ``step()`` is given more than a closure by position."""
+    if not others:
+        return None
+    return ConfigTypeError(f"step() takes one closure, or nothing, got {len(others)} more: {quoted(others)}")
+
+
+def refusal_of_step(closure: object, options: Mapping[str, object]) -> ConfigTypeError | None:
+    """Return the error if a step over several ranks is given something else than a closure, or nothing."""
+    if options:
+        return ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
+    if closure is None or callable(closure):
+        return None
+    return ConfigTypeError(f"step() takes a closure that computes the loss, or nothing, got {quoted(closure)}")
 
 
 def template_of(

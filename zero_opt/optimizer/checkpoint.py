@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigTypeError, StateDictError
-from ..field_checks import check_flag
 from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
@@ -56,7 +55,7 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
         also ``"orders"`` and ``"halves"``, texts for :func:`load_sharded_state_dict`.
 
     Raises:
-        ConfigTypeError: ``optimizer`` is no ShardedOptimizer, or ``compact`` no bool.
+        ConfigTypeError: on every rank, ``compact`` is no bool; on this rank alone, ``optimizer`` no ShardedOptimizer.
         StateDictError: on every rank, if state of one is not tensors, numbers or strings.
         StorageFailed, OutOfResources, OutOfMemory: on every rank, if one cannot read its state, open files,
             or hold its rows.
@@ -64,7 +63,6 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
             :meth:`ShardedOptimizer.consolidate_state_dict`.
     """
     _check(optimizer)
-    check_flag("compact", compact)
     return optimizer._with_hooks(partial(_state_by_rows, optimizer, compact=compact))
 
 

@@ -77,8 +77,14 @@ class Engine(Protocol):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        """Take one optimizer step; return what the closure returns."""
+    def step(
+        self, closure: Callable[[], Any] | None, options: Mapping[str, Any], error: ZeroOptError | None = None
+    ) -> Any:
+        """Take one optimizer step; return what the closure returns.
+
+        Args:
+            error: what is wrong with the call on this rank, raised on every one that takes part in the step.
+        """
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
         """Clip the global L2 norm of the gradients, unless they will be skipped; return the norm before.
@@ -134,9 +140,9 @@ class Engine(Protocol):
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
         return nullcontext()
 
-    def loading_rows(self) -> AbstractContextManager[None]:
-        """Return such a context of ``load_sharded_state_dict()``. Collective, over DTensors too."""
-        return self.together("load_sharded_state_dict()")
+    def together_on_meshes(self, call: str) -> AbstractContextManager[None]:
+        """Return such a context that is collective over DTensors too, whose ranks step alone."""
+        return self.together(call)
 
     def check_rows(self, state_dict: StateDict) -> None:  # noqa: ARG002  (of the protocol)
         """Raise what :meth:`load` would raise on this rank alone, which over several ranks is nothing."""

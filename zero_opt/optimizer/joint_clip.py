@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, NonFiniteGradient, ZeroOptError
-from ..reduction.grad_norm import Joint, Measured, Share, alone, check_only_norm, joint_norm
+from ..reduction.grad_norm import Joint, Measured, Share, alone, joint_norm, refusal_of_more
 from ..sharding.wrapped_class import in_short
 from .one_call import one_call
 from .sharded_optimizer import ShardedOptimizer
@@ -43,8 +43,8 @@ def clip_grad_norm_(optimizers: Sequence[ShardedOptimizer], max_norm: float, *ot
         OptimizerClosed: one was closed.
         RankMismatch, StepDesync, NonFiniteGradient and others: as ``opt.clip_grad_norm_()``, on every rank.
     """
-    check_only_norm("zero_opt.clip_grad_norm_()", "clip_grad_norm_([muon, adam], 1.0)", others, options)
-    listed = _checked_on_all(optimizers, max_norm)
+    more = refusal_of_more("zero_opt.clip_grad_norm_()", "clip_grad_norm_([muon, adam], 1.0)", others, options)
+    listed = _checked_on_all(optimizers, max_norm, more)
     shares: list[Share] = []
     measured: list[Measured] = []
 
@@ -80,12 +80,14 @@ def _will_skip(at: int, optimizer: ShardedOptimizer, measured: Measured) -> bool
         raise NonFiniteGradient(f"{where}: {error}", rank=error.rank, param=error.param) from None
 
 
-def _checked_on_all(optimizers: object, max_norm: float) -> list[ShardedOptimizer]:
-    """As :func:`_checked`; its errors are told by way of the first optimizer, at which the other ranks are."""
+def _checked_on_all(optimizers: object, max_norm: float, more: ZeroOptError | None) -> list[ShardedOptimizer]:
+    """As :func:`_checked`; its errors, and ``more``, are told by way of the first optimizer, where the others are."""
     try:
+        if more is not None:
+            raise more
         return _checked(optimizers)
     except ZeroOptError as error:
-        first = next(iter(optimizers), None) if isinstance(optimizers, Sequence) else None
+        first = next(iter(optimizers), None) if isinstance(optimizers, Sequence) else optimizers
         if isinstance(first, ShardedOptimizer) and not first._join_config.enable:
             _clip_one(first, max_norm, alone, error)
         raise

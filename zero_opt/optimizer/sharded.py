@@ -34,12 +34,10 @@ from ..comm.backend_errors import first_line, is_loss
 from ..comm.transfers import peer_lost
 from ..errors import (
     ConfigConflict,
-    ConfigTypeError,
     StateDictError,
     StepDesync,
     StepFailed,
     ZeroOptError,
-    quoted,
 )
 from ..layout import mask_of, mask_of_flags
 from ..policies import AlreadyReduced, DDPHook
@@ -60,7 +58,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.late_params import await_others
 from ..system.log import log
 from ..system.phases import Phase
-from .arguments import check_options
+from .arguments import check_options, refusal_of_step
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
 from .hyperparameters import moves_nothing
@@ -80,15 +78,14 @@ class ShardedEngine(BetweenSteps):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     @_disable_dynamo  # what torch.compile cannot trace, it calls
-    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
-        if options:
-            raise ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
-        if not (closure is None or callable(closure)):
-            raise ConfigTypeError(f"step() takes a closure that computes the loss, or nothing, got {quoted(closure)}")
+    def step(
+        self, closure: Callable[[], Any] | None, options: Mapping[str, Any], error: ZeroOptError | None = None
+    ) -> Any:
+        error = error or refusal_of_step(closure, options)
         with torch.enable_grad():
-            loss = closure() if closure is not None else None
+            loss = closure() if closure is not None and error is None else None
         with torch.no_grad(), self._of_all_ranks(), self.parts.figures.call():
-            self._update(*self.reduce())
+            self._update(*self.reduce(error=error))
             self._end_figures()
         return loss
 

@@ -15,17 +15,18 @@ from torch.distributed.algorithms.join import Joinable
 from ..comm.agreement import Agreement
 from ..comm.groups import Group, agreed_group
 from ..comm.rendezvous import hosts_of, require_still_alone
-from ..errors import ConfigConflict, ConfigTypeError, OptimizerClosed, ParamsReplaced, ZeroOptError, mib, quoted
+from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError, mib
+from ..field_checks import check_flag
 from ..placement import Offload, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
 from ..reduction.autograd_hooks import untraced
-from ..reduction.grad_norm import check_only_norm
+from ..reduction.grad_norm import refusal_of_more
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
 from ..system.failures import on_failure
-from .arguments import adopt_errors, template_of
+from .arguments import adopt_errors, refusal_of_others, template_of
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import state_nbytes
@@ -219,8 +220,6 @@ class ShardedOptimizer(UnevenInputs):
                 from being replaced; the step stays pending, see :meth:`flush`. PeerLost, PeerSilent: a rank has left.
         """
         self._require_open()
-        if others:
-            raise ConfigTypeError(f"step() takes one closure, or nothing, got {len(others)} more: {quoted(others)}")
         if self._has_no_group:
             require_still_alone()
         losses: list[Any] = []
@@ -233,7 +232,7 @@ class ShardedOptimizer(UnevenInputs):
 
         with forgets_scale(self):
             try:  # a class may take something else than a closure
-                return self._engine.step(noted if callable(closure) else closure, options)
+                return self._engine.step(noted if callable(closure) else closure, options, refusal_of_others(others))
             except ParamsReplaced:
                 self._replan()
             return self._engine.step(losses.pop if losses else None, options)
@@ -267,8 +266,8 @@ class ShardedOptimizer(UnevenInputs):
             ConfigError, ConfigTypeError, RankMismatch: ``max_norm`` is no norm, or differs. Others as :meth:`step`.
         """
         self._require_open()
-        check_only_norm("opt.clip_grad_norm_()", "opt.clip_grad_norm_(1.0)", others, options)
-        return self._engine.clip(max_norm)
+        error = refusal_of_more("opt.clip_grad_norm_()", "opt.clip_grad_norm_(1.0)", others, options)
+        return self._engine.clip(max_norm, error=error)
 
     @property
     def skipped_steps(self) -> int:
@@ -390,8 +389,7 @@ class ShardedOptimizer(UnevenInputs):
         self._require_open()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+            state_dict = state_dict if replaced is None else replaced
         self._load(joined(state_dict), strict=strict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -406,13 +404,15 @@ class ShardedOptimizer(UnevenInputs):
     def _checked_on_all(self, make: Callable[[], StateDict]) -> StateDict:
         """Return what ``make`` returns, or raise on all ranks what it raises on one. Collective."""
         self._require_open()
-        with self._engine.loading_rows():
+        with self._engine.together_on_meshes("load_sharded_state_dict()"):
             return make()
 
     @one_call("sharded_state_dict()", replans=True)
     def _rows(self, *, compact: bool) -> dict[int, dict[str, Any]]:
         """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
         self._require_open()
+        with self._engine.together_on_meshes("sharded_state_dict()"):
+            check_flag("compact", compact)
         return self._engine.rows(compact=compact)
 
     def memory_report(self) -> dict[str, int]:
@@ -450,9 +450,9 @@ class ShardedOptimizer(UnevenInputs):
         as_in_torch, summary = super().__repr__(), self._engine.summary()
         if not summary:
             return as_in_torch
-        kind, groups = as_in_torch.split("\n", 1)
+        kind, opened, groups = as_in_torch.partition("(")
         held = "; ".join(f"{name} {mib(nbytes)}" for name, nbytes in self.memory_report().items())
-        return f"{kind}\n{summary}\n{held}\n{groups}"
+        return f"{kind}{opened}\n{summary}\n{held}\n{groups.lstrip()}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _CHOSEN_ONCE:

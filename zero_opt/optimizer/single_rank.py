@@ -111,7 +111,11 @@ class SingleRank(Engine):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None, options: Mapping[str, Any], error: ZeroOptError | None = None
+    ) -> Any:
+        if error is not None:
+            raise error
         self._parked.require_here()
         wrapped = self._current()
         if closure is None and not self._met_none:

@@ -105,8 +105,9 @@ class AtStepReduction(GradReduction):
         gone = reduced is not None and reduced.gone(params)
         if fresh and self._scaled and not gone and error is None:
             error = GradientConflict(
-                "p.grad was edited after opt.clip_grad_norm_(), which had reduced it already; edit first, then clip "
-                "(scaler.unscale_(opt), too, comes before it, or is left out)"
+                "p.grad was edited after opt.clip_grad_norm_(), or another backward has added to it; clipping had "
+                "reduced it already: run every backward of the step, and edit first, then clip (scaler.unscale_(opt), "
+                "too, comes before it, or is left out)"
             )
         error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))

@@ -22,18 +22,21 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDENED_NUMEL = 1 << 15
 
 
-def check_only_norm(call: str, usage: str, others: Sequence[object], options: Mapping[str, object]) -> None:
-    """Raise ConfigTypeError if a call is given more than the norm, as torch's function takes.
+def refusal_of_more(
+    call: str, usage: str, others: Sequence[object], options: Mapping[str, object]
+) -> ConfigTypeError | None:
+    """Return the error if a call is given more than the norm, as torch's function takes.
 
     Args:
         call, usage: its name, and how to write it. others, options: what it was given beyond the norm.
     """
-    if others or options:
-        more = ", ".join([*map(quoted, others), *(f"{key}={quoted(value)}" for key, value in options.items())])
-        raise ConfigTypeError(
-            f"{call} takes the norm alone, as in {usage}: it clips the gradients of all parameters by their L2 norm; "
-            f"got {more} too"
-        )
+    if not (others or options):
+        return None
+    more = ", ".join([*map(quoted, others), *(f"{key}={quoted(value)}" for key, value in options.items())])
+    return ConfigTypeError(
+        f"{call} takes the norm alone, as in {usage}: it clips the gradients of all parameters by their L2 norm; "
+        f"got {more} too"
+    )
 
 
 def check_max_norm(max_norm: Any, name: str) -> float:

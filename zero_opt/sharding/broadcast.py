@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.groups import broadcast, carries_messages, checked_rank
-from ..comm.rendezvous import resolve_group
+from ..comm.groups import agreed_group, broadcast, carries_messages, checked_rank
 from ..comm.short_lived import short_lived_group
 from ..errors import ConfigTypeError, UnsupportedParam
 from ..kernels.checks import oddity
@@ -36,26 +35,26 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
         None.
 
     Raises:
-        ConfigTypeError, ConfigError: ``model`` is no module, ``src`` not a rank. RankMismatch: on every rank, models
-            differ in names, their order, shapes, dtypes or kinds of device. UnsupportedParam: on every rank, a tensor
-            has no elements of its own to overwrite (a DTensor, a sparse, quantized, expanded or lazy one). PeerLost,
-            PeerSilent: a rank has left, or does not come in time. ProcessGroupError: several ranks were started and
-            there is no process group, or ranks cannot connect. OutOfResources: no file descriptors are left.
+        ConfigTypeError, ConfigError: ``model`` is no module, or ``src`` not a rank. RankMismatch: ``src`` differs
+            between ranks, or models do in names, their order, shapes, dtypes or kinds of device. UnsupportedParam: a
+            tensor has no elements of its own to overwrite (a DTensor, a sparse, quantized, expanded or lazy one). All
+            of them on every rank. PeerLost, PeerSilent: a rank has left, or does not come in time. ProcessGroupError:
+            several ranks were started and there is no process group, or ranks cannot connect. OutOfResources: no file
+            descriptors are left.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
-    pg = resolve_group(process_group)
-    world_size = 1 if pg is None else pg.size()
-    src = checked_rank(src, world_size, "src")
-    finish_gathers(list(model.parameters()))
-    if pg is None or world_size == 1:
+    pg = agreed_group(process_group)
+    if pg is None or pg.size() == 1:
+        _source_and_tensors(model, src, 1)
         return
     own = short_lived_group(pg, "broadcast_params()") if carries_messages(pg) else nullcontext()
-    named: list[tuple[str, Tensor]] = [(f"parameter {name}", param) for name, param in model.named_parameters()]
-    named += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     with torch.no_grad(), own as group:
-        if group is not None:
-            Agreement(group, str).require_same_contents(_contents(named))
+        if group is None:
+            src, named = _source_and_tensors(model, src, pg.size())
+        else:
+            agreement = Agreement(group, str)
+            with agreement.together("broadcast_params()"):
+                src, named = _source_and_tensors(model, src, pg.size())
+            agreement.require_same_contents(_contents(src, named))
         for _, tensor in named:
             staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
             raw = staging.view(-1).view(torch.uint8)  # backends do not know every dtype
@@ -67,8 +66,19 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
                 tensor.copy_(staging)
 
 
-def _contents(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """Yield what tensors must have in common on all ranks; raise UnsupportedParam for one that cannot be sent."""
+def _source_and_tensors(model: object, src: object, world_size: int) -> tuple[int, list[tuple[str, Tensor]]]:
+    """Return the source, and the model's parameters and buffers with their names, once parameters have arrived."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigTypeError(f"broadcast_params() takes a module, got a {type(model).__name__}; pass the model itself")
+    source = checked_rank(src, world_size, "src")
+    finish_gathers(list(model.parameters()))
+    named: list[tuple[str, Tensor]] = [(f"parameter {name}", param) for name, param in model.named_parameters()]
+    return source, [*named, *((f"buffer {name}", buffer) for name, buffer in model.named_buffers())]
+
+
+def _contents(src: int, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Any]]:
+    """Yield what must be the same on all ranks; raise UnsupportedParam for a tensor that cannot be sent."""
+    yield "src", src
     for name, tensor in named:
         if is_dtensor(tensor):
             raise UnsupportedParam(

@@ -1,6 +1,6 @@
 """Gradients that are reduced at step(): also those that a CUDA graph's replay has written, which raises no version.
 
-Those that were edited after they were clipped are refused, whatever torch has edited them by.
+Those that were edited after they were clipped, or added to, are refused, whatever torch has edited them by.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ EDITS: dict[str, Callable[[list[Tensor], Optimizer], object]] = {
     "clip_grad_value_": lambda params, _: torch.nn.utils.clip_grad_value_(params, 1e-4),
     "clip_grad_norm_": lambda params, _: torch.nn.utils.clip_grad_norm_(params, 1e-4),
     "_foreach_mul_": lambda params, _: torch._foreach_mul_([param.grad for param in params], 0.5),
+    "backward": lambda params, _: sum(param.sum() for param in params).backward(),  # type: ignore[union-attr]
     "div_": lambda params, _: [param.grad.div_(2.0) for param in params if param.grad is not None],
 }
 
@@ -167,7 +168,8 @@ def _edit_after_clip(rank: int, world_size: int, edit: str, dtype: torch.dtype, 
         _in_place(param, grad)
     optimizer.clip_grad_norm_(MAX_NORM)
     EDITS[edit](params, optimizer)
-    with pytest.raises(zero_opt.GradientConflict, match=r"edited after opt\.clip_grad_norm_\(\)"):
+    words = r"edited after opt\.clip_grad_norm_\(\), or another backward has added to it"
+    with pytest.raises(zero_opt.GradientConflict, match=words):
         optimizer.step()
     assert all(torch.equal(param, torch.ones_like(param)) for param in params)
     optimizer.zero_grad()

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes, run_threads
 from zero_opt.comm import process_identity, short_lived
 from zero_opt.comm.groups import Group
-from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, RankMismatch, UnsupportedParam
+from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, RankMismatch, UnsupportedParam, ZeroOptError
 from zero_opt.policies import Checks
 from zero_opt.sharding.broadcast import broadcast_params
 
@@ -252,3 +253,44 @@ def test_models_that_differ_between_ranks_are_refused_on_all_before_anything_is_
     for said in run_processes(2, _refused):
         for text, (_, expected) in zip(said, (_DIFFERENCES | _UNSENDABLE).values(), strict=True):
             assert re.search(expected, text), text
+
+
+_MODEL = torch.nn.Linear(2, 2)
+_MISTAKES: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
+    "model": (lambda: broadcast_params(None), ConfigTypeError, "takes a module, got a NoneType"),  # type: ignore[arg-type]
+    "src": (lambda: broadcast_params(_MODEL, src=7), ConfigError, "src must be a rank of the group, 0 to 1, got 7"),
+    "group": (
+        lambda: broadcast_params(_MODEL, process_group="x"),
+        ConfigTypeError,
+        "process_group must be a ProcessGroup, a DeviceMesh or None, got str",
+    ),
+    "another src": (lambda: broadcast_params(_MODEL, src=1), RankMismatch, "src: 0 on rank 0, 1 on rank 1"),
+}
+
+
+def _mistakes_of_the_last_rank(rank: int, world_size: int) -> None:
+    for mistake, kind, text in _MISTAKES.values():
+        with pytest.raises(kind, match=re.escape(text)) as caught:
+            mistake() if rank == world_size - 1 else broadcast_params(_MODEL)
+        assert kind is RankMismatch or str(caught.value).startswith("rank 1: ") is (rank == 0)
+        broadcast_params(_MODEL)
+
+
+def test_a_mistake_of_one_rank_is_an_error_on_all() -> None:
+    run_processes(2, _mistakes_of_the_last_rank)
+
+
+def _iterator_that_fails_on_the_last_rank(rank: int, world_size: int) -> None:
+    class Odd(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            raise KeyError("weight")
+
+    kind = KeyError if rank == world_size - 1 else ZeroOptError
+    with pytest.raises(kind, match="weight") as caught:
+        broadcast_params(Odd() if rank == world_size - 1 else _MODEL)
+    assert type(caught.value) is kind
+    broadcast_params(_MODEL)
+
+
+def test_an_exception_of_one_ranks_model_is_an_error_on_all() -> None:
+    run_processes(2, _iterator_that_fails_on_the_last_rank)

@@ -53,10 +53,12 @@ class DTensorSingleRank(SingleRank):
         self._mesh.follow(wrapped.param_groups)
         return wrapped
 
-    def step(self, closure: Callable[[], Any] | None, options: Mapping[str, Any]) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None, options: Mapping[str, Any], error: ZeroOptError | None = None
+    ) -> Any:
         self._mesh.shards.require_sharded()
         self._mesh.forget()
-        return super().step(closure, options)
+        return super().step(closure, options, error)
 
     def _share(self, params: Sequence[Tensor], limit: float) -> Share:
         return self._mesh.norm_share(params, [local_grad(param) for param in params], limit)
@@ -68,7 +70,7 @@ class DTensorSingleRank(SingleRank):
                 grad.mul_(factor.to(grad.device))
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
-        with self._mesh.during("clip_grad_norm_()"):
+        with self._mesh.clipping():
             return super().clip(max_norm, joint, error)
 
     @property
@@ -82,8 +84,8 @@ class DTensorSingleRank(SingleRank):
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
 
-    def loading_rows(self) -> AbstractContextManager[None]:
-        return self._mesh.together("load_sharded_state_dict()")
+    def together_on_meshes(self, call: str) -> AbstractContextManager[None]:
+        return self._mesh.together(call)
 
     def check_rows(self, state_dict: StateDict) -> None:
         fitted_state(state_dict, self._current().param_groups, self._config, strict=True, whole=True)
@@ -148,7 +150,7 @@ class DTensorEngine(ShardedEngine):
             self._view.note_writes()
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
-        with self._mesh.during("clip_grad_norm_()"):
+        with self._mesh.clipping():
             return super().clip(max_norm, joint, error)
 
     @property
@@ -204,8 +206,8 @@ class DTensorEngine(ShardedEngine):
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
 
-    def loading_rows(self) -> AbstractContextManager[None]:
-        return self._mesh.together("load_sharded_state_dict()")
+    def together_on_meshes(self, call: str) -> AbstractContextManager[None]:
+        return self._mesh.together(call)
 
     def check_rows(self, state_dict: StateDict) -> None:
         fitted_state(state_dict, self._user.param_groups, self._config, strict=True, whole=False)

@@ -7,6 +7,7 @@ a state dict in full shapes needs all parts.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from ...errors import (
     RankMismatch,
     UnsupportedOptimizer,
     UnsupportedParam,
+    ZeroOptError,
 )
 from ...kernels.table import NATIVE_CLASSES
 from ...placement import live_tensors
@@ -68,6 +70,7 @@ class MeshParams:
     """
 
     call = "step()"
+    _measured = False  # since the beginning of the call
 
     def __init__(self, config: Config) -> None:
         self.shards = Shards()
@@ -106,11 +109,18 @@ class MeshParams:
         return max(self._groups.values(), key=lambda group: group.world_size)
 
     @contextmanager
-    def during(self, call: str) -> Iterator[None]:
-        """A context of another call than ``step()``, as ranks compare it."""
-        before, self.call = self.call, call
+    def clipping(self) -> Iterator[None]:
+        """A context of ``clip_grad_norm_()``. Collective.
+
+        What fails within it on one rank, before gradients are measured, is raised on all.
+        """
+        before, self.call, self._measured = self.call, "clip_grad_norm_()", False
         try:
             yield
+        except ZeroOptError as error:
+            if not self._measured:
+                self.norm_share((), (), math.nan, error=error)
+            raise
         finally:
             self.call = before
 
@@ -125,19 +135,23 @@ class MeshParams:
         grads: Sequence[Tensor | None],
         limit: float,
         known: Sequence[Tensor | None] = (),
+        error: ZeroOptError | None = None,
     ) -> Share:
         """Return what all ranks' gradients add to a norm, the same bits on every rank. Collective.
 
         Args:
             params: all parameters, by global index. grads: this rank's parts of their gradients. A part that several
                 ranks have counts once; plain parameters' gradients are the same on every rank.
-            limit: what this rank will clip the norm to; 0 if it will not.
+            limit: what this rank will clip the norm to; 0 if it will not, NaN if there is an ``error``.
             known: as for :func:`grad_squares`.
+            error: what this rank will not clip for.
 
         Raises:
-            RankMismatch: on every rank, if limits differ, or ranks are in different calls.
+            RankMismatch: on every rank, if limits differ, or ranks are in different calls. ZeroOptError: on every rank,
+                the ``error`` of one.
             PeerLost, PeerSilent: a rank does not come.
         """
+        self._measured = True
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows, limits = list[tuple[int, float, float]](), dict[int, float]()
         if any(grad is not None for grad in plain):
@@ -152,6 +166,11 @@ class MeshParams:
             for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
                 limits[rank] = its_limit
+                limit = math.nan if math.isnan(its_limit) else limit  # ranks of the next mesh hear it too
+        if math.isnan(limit):
+            with self.together(self.call):
+                if error is not None:
+                    raise error
         _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
         return Share.from_rows(rows, norm_dtype(params))
 
