@@ -288,22 +288,21 @@ class BetweenSteps(Engine):
         """
         conflict: ZeroOptError | None = None
         mismatch: RankMismatch | None = None
-        begun, due, kept = False, False, dict[int, Tensor]()
+        begun, kept = False, dict[int, Tensor]()
         try:
             with self.agreement.together(call):
                 with suppress(UnsupportedParam):  # its update goes to the data of the plan, and the next step raises it
                     self._follow_moved()
                 conflict = self._changed_while_pending()
                 begun = self.placement.pending
-                self._params_may_differ |= begun
-            due = self.agreement.any(self._params_may_differ)
+            due = self._params_may_differ = self.agreement.any(self._params_may_differ or begun)
             if due:
                 mismatch, kept = keep_uneven_edits(self.partition, self.agreement, self.parts.params)
                 conflict = conflict or self.placement.conflict()  # of a parameter that was written to on another rank
-            with self.agreement.together(), self._guard.making_up(self.parts.patience_s) if begun else nullcontext():
+            making_up = self._guard.making_up(self.parts.patience_s) if begun else nullcontext()
+            with self.agreement.together(), making_up, self.parts.visible.bringing_in():
                 list(self.placement.bring_in())
         except Exception as error:
-            self._params_may_differ = True
             if begun and not isinstance(error, PeerLost):
                 self._guard.take_back()
             raise

@@ -6,7 +6,8 @@ A write to a tensor in place needs nothing: the tensor is what is stepped, but f
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,8 +98,7 @@ class VisibleState:
 
         What the user has made of entries while a step was pending is undone.
         """
-        for index in self._edited_while_pending():
-            self._put_back(index)
+        self._undo_edits()
         due = len(self._due) - self._placement.pending
         for used in self._due[: max(due, 0)]:
             self._stand_ins.step(used, edited=self._unedited is not True)
@@ -111,6 +111,24 @@ class VisibleState:
             self._memory.forget()
         self._versions = self._versions_now()
         self.note_entries()
+
+    @contextmanager
+    def bringing_in(self) -> Iterator[None]:
+        """A context in which a pending step is brought in, which may put other tensors into entries."""
+        with self.lock:
+            self._undo_edits()
+        try:
+            yield
+        except BaseException:
+            with self.lock:
+                self.note_entries()
+            raise
+
+    def _undo_edits(self) -> None:
+        """Undo what the user has made of entries while a step was pending."""
+        for index in self._edited_while_pending():
+            self._put_back(index)
+        self._followed = None
 
     def note_entries(self) -> None:
         """Remember the owner's entries, to notice what becomes of them while a step is pending."""
