@@ -152,9 +152,10 @@ class SerialThread:
             if _over.is_set():
                 raise RuntimeError("can't start a thread once the interpreter's exit has begun")
             thread = threading.Thread(target=_run, args=(self._jobs, thread_device(), self.busy), name=self._name)
-            _threads.start(thread)
-            self._thread = thread
-            _running[thread] = (self._jobs, self._interrupt)
+            with uninterrupted():  # a thread that runs and is not known here would be given a second one beside it
+                _threads.start(thread)
+                self._thread = thread
+                _running[thread] = (self._jobs, self._interrupt)
         _left.discard(self._thread)
         future: Future[Any] = Future()
         self._jobs.put((future, lane, call, arguments))

@@ -17,6 +17,7 @@ from collections.abc import Container
 
 from ..errors import OutOfResources
 from .extension import native, native_available
+from .interrupts import uninterrupted
 
 # Which limits bound the number of threads.
 THREAD_LIMIT = (
@@ -31,6 +32,7 @@ class BackgroundThreads:
     def __init__(self) -> None:
         self._listed: dict[threading.Thread, None] = {}
 
+    @uninterrupted()  # one that runs is listed
     def start(self, thread: threading.Thread) -> None:
         """Start a thread as a daemon, and list it.
 

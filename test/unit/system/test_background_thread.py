@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -198,3 +199,24 @@ def test_threads_are_held_at_the_exit_whatever_interrupts_it() -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_EXIT], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "held\n")
     assert "KeyboardInterrupt" in done.stderr
+
+
+def test_a_signal_while_the_thread_starts_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_of_time(*_: object) -> None:
+        raise TimeoutError("no more time")
+
+    before, start = signal.signal(signal.SIGALRM, end_of_time), threading.Thread.start
+
+    def alarmed(started: threading.Thread) -> None:
+        start(started)
+        signal.raise_signal(signal.SIGALRM)
+
+    thread = SerialThread("zero_opt alarmed")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", alarmed)
+        with pytest.raises(TimeoutError, match="no more time"):
+            thread.submit(int)
+    signal.signal(signal.SIGALRM, before)
+    assert thread.submit(threading.current_thread).result(PATIENCE) in threading.enumerate()
+    assert [other.name for other in threading.enumerate()].count("zero_opt alarmed") == 1
+    thread.close()
