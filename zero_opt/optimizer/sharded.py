@@ -430,15 +430,20 @@ class ShardedEngine(BetweenSteps):
         self.reduction.take_bucket(bucket.parameters(), bucket.buffer(), first=first, last=last)
 
     def shadow_step(self) -> None:
-        for param in self.parts.params:
-            param.grad = None
-        self.zero_grad()
+        if not self.reduction.begun:  # what other ranks have in their sums is in those of this one, too
+            self._drop_grads()
         with self._of_all_ranks():
             agreed, shards = self.reduce(absent=True)
             while agreed.clip_to is not None:
                 self._clip(shards, agreed.clip_to)
                 agreed, shards = self.reduce(absent=True)
             self._update(agreed, shards)
+        self._drop_grads()  # no call of the user's drops what the others have reduced to here
+
+    def _drop_grads(self) -> None:
+        for param in self.parts.params:
+            param.grad = None
+        self.reduction.reset()
 
     def forget_epoch(self) -> None:
         self.count.epoch = 0

@@ -30,7 +30,8 @@ _NOT_REGISTERED = (
     "DistributedDataParallel has not called zero_opt.ddp_hook: call ddp.register_comm_hook(opt, zero_opt.ddp_hook) "
     "before the first backward, and run the last backward of a step outside ddp.no_sync(); or use "
     "reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself. If the hook is registered, every backward "
-    "was inside ddp.no_sync(): the gradients are in p.grad still, and the next backward adds to them"
+    "was inside ddp.no_sync(): the gradients are in p.grad still, and the next backward adds to them; or it was "
+    "registered with an optimizer that is closed: make DDP anew"
 )
 
 

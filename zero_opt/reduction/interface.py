@@ -218,6 +218,11 @@ class GradReduction(ABC):
         """Take in buckets that were added to the partition."""
 
     @property
+    def begun(self) -> bool:
+        """Whether gradients of this rank are part of what other ranks add up for the next step."""
+        return False
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether the shards hold gradients that a step may use. Else they are void, and may be still to be written."""
         return True

@@ -485,6 +485,10 @@ class OverlappedReduction(GradReduction):
         return self._unscaled
 
     @property
+    def begun(self) -> bool:
+        return self._rounds > 0 and not (self._spoiled or self._passes.broken())
+
+    @property
     def holds_gradients(self) -> bool:
         return bool(self._live) and not self._matching.holding
 

@@ -132,8 +132,8 @@ class LateParams:
                 if late is None:
                     _watch_transforms()
                     late = classes[kind] = _late_class(kind, me)
+                marked[id(param)] = (param, kind)  # first: a signal handler may raise between any two lines
                 param.__class__ = late
-                marked[id(param)] = (param, kind)
 
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is late for this reason."""
@@ -146,8 +146,7 @@ class LateParams:
             _restore_all(marked)
         elif marked:
             for param in params:
-                if id(param) in marked:
-                    _make_plain(*marked.pop(id(param)))
+                _restore_one(marked, id(param))
 
     def settle(self) -> None:
         """Return when none is late any more; none is whose owner has gone."""
@@ -235,8 +234,16 @@ def _make_plain(param: Tensor, kind: type) -> None:
 
 
 def _restore_all(marked: dict[int, tuple[Tensor, type]]) -> None:
-    while marked:
-        _make_plain(*marked.popitem()[1])
+    for key in list(marked):
+        _restore_one(marked, key)
+
+
+def _restore_one(marked: dict[int, tuple[Tensor, type]], key: int) -> None:
+    """Make one as it was before. It stays marked until it is: a signal handler may raise between any two lines."""
+    found = marked.get(key)
+    if found is not None:
+        _make_plain(*found)
+        marked.pop(key, None)
 
 
 def _restore_these(args: Iterable[Any]) -> None:

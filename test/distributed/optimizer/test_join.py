@@ -297,7 +297,48 @@ def _two_epochs(rank: int, world_size: int, reduction: Any, decay: bool) -> Any:
 @pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=["Overlapped", "AtStep"])
 def test_ranks_that_ran_out_go_on_in_another_epoch(reduction: Any) -> None:
     found = run_processes(2, _two_epochs, reduction, False)
-    assert_bitwise(found[0], found[1])
+    expected = _stepped_with([[1.0, 1.0 - 0.5], [0.0, 2.0 - 0.5]] * 2)
+    assert_bitwise(found, [expected, expected])
+
+
+def _stepped_with(contributions: list[list[float]]) -> list[Tensor]:
+    """The plain class, fed in each step the mean of what every rank has in all elements of its gradients."""
+    params = ADAM.params()
+    optimizer = ADAM.plain(params)
+    for parts in contributions:
+        for param in params:
+            param.grad = mean([torch.full_like(param, part) for part in parts])
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def _left_inside_a_window(rank: int, world_size: int, reduction: Any) -> Any:
+    """Two backwards per step; rank 0 runs out of inputs between them."""
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, reduction)
+    with Join([optimizer]):
+        for turn in range(3 if rank == 0 else 6):
+            torch.autograd.backward(params, [torch.full_like(param, 1.0 + turn) for param in params])
+            if turn % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
+# A backward that was reduced counts, as under DDP; one that step() was to reduce does not.
+LEFT = {
+    "Overlapped": (OVERLAPPED, 3.0),
+    "by messages": (zero_opt.Overlapped(BUCKET_MB, exchange="backend"), 3.0),
+    "AtStep": (AT_STEP, 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_backward_without_its_step_counts_everywhere_or_nowhere(kind: str) -> None:
+    reduction, left = LEFT[kind]
+    expected = _stepped_with([[1.0 + 2.0, 1.0 + 2.0], [left, 3.0 + 4.0], [0.0, 5.0 + 6.0]])
+    assert_bitwise(run_processes(2, _left_inside_a_window, reduction), [expected, expected])
 
 
 def test_a_scheduler_that_stood_still_is_noticed() -> None:

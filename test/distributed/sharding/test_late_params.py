@@ -18,6 +18,7 @@ from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import Layers, optimizer_of, slowly
 from test.support.scenario import values
 from test.support.worker_training import LATER, NOW
+from zero_opt.sharding import late_params
 
 
 class Pruned(nn.Module):
@@ -250,3 +251,23 @@ def _pending(rank: int, world_size: int, late: bool) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_of_another_optimizer_that_is_pending_is_named(world_size: int, late: bool) -> None:
     assert_bitwise(*(run_processes(world_size, _pending, way)[0] for way in (late, False)))
+
+
+def test_a_signal_between_two_lines_leaves_no_parameter_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Owner:
+        def wait(self) -> None:
+            late.clear()
+
+    def struck(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    owner, params = Owner(), [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    late = late_params.LateParams(owner.wait)
+    for clear in (late.clear, lambda: late.clear(params)):
+        late.mark(params)
+        with monkeypatch.context() as patch:
+            patch.setattr(late_params, "_make_plain", struck)
+            with pytest.raises(KeyboardInterrupt):
+                clear()
+        assert all((param * 2).sum() == 6 for param in params)
+        assert len(late) == 0 and {*map(type, params)} == {nn.Parameter}
