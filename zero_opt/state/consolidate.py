@@ -57,6 +57,7 @@ class LocalState:
         flats, buckets, whole: those of the :class:`Partition`. compact: whether compact state is listed as it is.
     """
 
+    @without_collection()
     def __init__(
         self,
         placement: Placement,

@@ -15,6 +15,7 @@ from ..comm.groups import bytes_tensor, tensor_bytes
 from ..errors import StateDictError
 from ..kernels.runs import BASES, BLOCK_NUMEL, INT16, blocks_of
 from ..kernels.strides import dimensions_of
+from ..system.garbage_collection import without_collection
 from ..system.readable_pages import require_readable
 from .state_dict import dtype_name, is_plain, torch_dtype
 from .usual_states import columns_of_alike
@@ -326,6 +327,7 @@ def message_for(places: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
     return message, partial(spread, message, places)
 
 
+@without_collection()
 def spread(message: Tensor, places: Sequence[Tensor]) -> None:
     """Bring a message's elements to ``places``."""
     torch._foreach_copy_(list(places), list(torch.split(message, [place.numel() for place in places])))

@@ -75,6 +75,7 @@ class VisibleState:
         self._show_live()
         self.note_entries()
 
+    @without_collection()
     def _show_live(self) -> None:
         """Let the owner's ``state`` have the live state of this rank's slices."""
         for index, live in self._placement.state():

@@ -116,8 +116,8 @@ def readme(results: Results) -> str:
         f"Time of one step of a {results.model_bytes / 4e6:.1f} M-parameter transformer with fused AdamW, "
         f"{results.world_size} gloo ranks of one host, one thread each,",
         f"median of {len(results.rounds[DDP])} interleaved rounds. DDP has `gradient_as_bucket_view=True`. Ratios are",
-        "to the faster of DDP's two forms in the same round ([results](docs/benchmarks/results/train_step.md), also",
-        "for 4 ranks; `python docs/benchmarks/train_step.py`):",
+        "to the faster of DDP's two forms in the same round ([results](docs/benchmarks/results/train_step.md);",
+        "`python docs/benchmarks/train_step.py`):",
         "",
         "| | ms | beside DDP's best | memory per rank, MB |",
         "| --- | ---: | ---: | ---: |",
