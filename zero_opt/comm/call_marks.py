@@ -1,8 +1,8 @@
-"""What ranks that wait for all ranks put down in the store: how many such calls they have entered.
+"""What ranks that wait for all ranks record in the store: how many such calls they have entered.
 
 [Note: who has not come]
-A backend's collective does not say whom it waits for. So a rank that has waited a second puts down in the store that
-the process group was made with how many such calls it has entered; those that have not put down as many are the ones
+A backend's collective does not say whom it waits for. So a rank that has waited a second records in the store that
+the process group was made with how many such calls it has entered; those that have not recorded as many are the ones
 that are missing. The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank
 in this host the kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
 """
@@ -15,18 +15,18 @@ from typing import Any
 
 from ..system.waiting import until
 
-# How long a rank may take to read what all ranks have put down.
+# How long a rank may take to read what all ranks have recorded.
 _REPORT_S = 1.0
 
 
 class CallMarks:
-    """The marks of all ranks in one store, as one rank puts down and reads them."""
+    """The marks of all ranks in one store, as one rank records and reads them."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
 
     def put(self, entered: int) -> None:
-        """Put down how many calls this rank has entered."""
+        """Record how many calls this rank has entered."""
         self._store.set(f"at/{self._rank}", str(entered))
 
     def read(self, entered: int) -> dict[int, int]:

@@ -165,7 +165,7 @@ class Posted:
         departures.post = self.post
 
     def post(self, departure: Departure) -> None:
-        """Say that a rank has left, unless the store has that of one already."""
+        """Say that a rank has left, unless the store already has a departure."""
         if not self._over:
             self._ask(lambda: self._store.compare_set("departed", "", json.dumps(departure)))
 

@@ -64,7 +64,7 @@ _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
 
 class Watch:
-    """Looks, while this rank waits for all ranks, at what keeps it waiting; see ``call_marks.py`` too.
+    """Looks, while this rank waits for all ranks, at what keeps it waiting; ``call_marks.py`` says who has not come.
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
@@ -164,11 +164,18 @@ class Watch:
         now = time.monotonic()
         return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
 
-    def _notice_ended(self, ended: Sequence[int]) -> None:
-        """Take the first of :meth:`ended`, and those that were seen together with it, for lost."""
+    def _to_name(self, ended: Sequence[int], call: int | None = None) -> Departure | None:
+        """Return the departure to name, as :meth:`Departures.first`, once these ranks have ended; see :meth:`ended`.
+
+        Unless another explains it, the first of them, and those that were seen together with it, are taken for lost.
+        """
+        departure = self.departures.first(call)
+        if not ended or (departure is not None and departure.how in (How.LOST, How.INTERRUPTED)):
+            return departure
         for rank in ended:
             if self._ended_at[rank] == self._ended_at[ended[0]]:
                 self.departures.notice(Departure(rank, How.LOST))
+        return self.departures.first(call)
 
     def _ended_with(self, rank: int) -> list[int]:
         """Return a rank that was lost, and those that may have ended before it."""
@@ -182,10 +189,7 @@ class Watch:
             ended: see :meth:`ended`. waiting: what waits, if not a step.
         """
         self.posted.read()
-        lost = self.departures.lost()
-        if lost is None:
-            self._notice_ended(ended)
-        return self._leave_departed(lost or Departure(ended[0], How.LOST), waiting=waiting)
+        return self._leave_departed(self._to_name(ended) or Departure(ended[0], How.LOST), waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -370,10 +374,7 @@ class Watch:
         while True:
             ended = self.ended()  # a rank that has ended because of another has put that into the store before
             self.posted.read()
-            waited, departure = time.monotonic() - begun, self.departures.first(call)
-            if ended and (departure is None or departure.how not in (How.LOST, How.INTERRUPTED)):
-                self._notice_ended(ended)
-                departure = self.departures.first(call)
+            waited, departure = time.monotonic() - begun, self._to_name(ended, call)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)

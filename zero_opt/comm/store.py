@@ -19,8 +19,8 @@ from .waits_beside import submitted
 # torch's own functions for groups; the private ones carry no types.
 c10d: Any = dist.distributed_c10d
 if dist.is_available():
-    # Defaults of its functions are the default group, if there is one when it is imported, as torch's optimizers do.
-    # That group's threads would outlive destroy_process_group(), and one that frees a tensor may abort the exit.
+    # torch's optimizers import this module when the first is made. Its functions' default arguments then capture the
+    # default group, whose threads outlive destroy_process_group(), and may abort the exit. So it is imported before.
     importlib.import_module("torch.distributed.nn.functional")
 
 # Seconds that the store may take to answer, and after which a thread that waits for it sees that nothing needs it.

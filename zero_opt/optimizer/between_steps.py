@@ -97,6 +97,7 @@ class BetweenSteps(Engine):
         self._sends = False  # whether the reduction may have sent messages in this call
         self._params_may_differ = False  # ranks may not have all of each other's updates
         self._parted = False  # ranks have lost each other, or given each other up: they share no call any more
+        self._undone: ZeroOptError | None = None  # what was changed then, and was undone by a flush() that has failed
         self._told_pending = False  # all ranks have raised what was changed while a step was pending
         self._digest, self._forms = HyperDigest(), HyperForms(config.optimizer_class)
         parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
@@ -260,7 +261,7 @@ class BetweenSteps(Engine):
                 with self._guard.telling_why():
                     self._finish_pending(call)
             if self.gather.failed():
-                self._raise_failed(self._guard.failed_step(), call)
+                self._raise_failed(self._guard.missing_part(), call)
 
     def _raise_failed(self, error: ZeroOptError | None, call: str) -> None:
         """Raise, on every rank, the error of the first rank that has one; return if none has. Collective."""
@@ -271,7 +272,7 @@ class BetweenSteps(Engine):
             raise
 
     def _told_failure(self) -> None:
-        """Note that every rank knows of a failed step, after which ranks make up for what they lack of each other's."""
+        """Note that every rank knows of a failed step. The next step gathers all parameters again."""
         self._guard.note_told()
         self._params_may_differ = True
 
@@ -288,12 +289,13 @@ class BetweenSteps(Engine):
         """
         conflict: ZeroOptError | None = None
         mismatch: RankMismatch | None = None
+        undone, self._undone = self._undone, None
         begun, kept = False, dict[int, Tensor]()
         try:
             with self.agreement.together(call):
                 with suppress(UnsupportedParam):  # its update goes to the data of the plan, and the next step raises it
                     self._follow_moved()
-                conflict = self._changed_while_pending()
+                conflict = undone or self._changed_while_pending()
                 begun = self.placement.pending
             due = self._params_may_differ = self.agreement.any(self._params_may_differ or begun)
             if due:
@@ -303,6 +305,7 @@ class BetweenSteps(Engine):
             with self.agreement.together(), making_up, self.parts.visible.bringing_in():
                 list(self.placement.bring_in())
         except Exception as error:
+            self._undone = conflict or undone
             if begun and not isinstance(error, PeerLost):
                 self._guard.take_back()
             raise
@@ -316,7 +319,7 @@ class BetweenSteps(Engine):
                 self._guard.commit(self.count.step)
         if mismatch is not None:
             raise mismatch from conflict
-        missing = self._guard.failed_step() if call else None  # else a step follows, which goes on without it
+        missing = self._guard.missing_part() if call else None  # else a step follows, which goes on without it
         self._raise_failed((None if self._told_pending else conflict) or missing, "")
 
     def _changed_while_pending(self) -> ZeroOptError | None:
@@ -337,7 +340,7 @@ class BetweenSteps(Engine):
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
         self.flush(call)
-        self._raise_failed(self._guard.failed_step() or self._adopt_edits(), call)
+        self._raise_failed(self._guard.missing_part() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""

@@ -141,7 +141,7 @@ class Engine(Protocol):
         return nullcontext()
 
     def together_on_meshes(self, call: str) -> AbstractContextManager[None]:
-        """Return such a context that is collective over DTensors too, whose ranks step alone."""
+        """Return a context that raises on all ranks what fails on one, also where parameters are DTensors."""
         return self.together(call)
 
     def check_rows(self, state_dict: StateDict) -> None:  # noqa: ARG002  (of the protocol)

@@ -34,6 +34,7 @@ from ..comm.backend_errors import first_line, is_loss
 from ..comm.transfers import peer_lost
 from ..errors import (
     ConfigConflict,
+    PeerLost,
     StateDictError,
     StepDesync,
     StepFailed,
@@ -134,12 +135,11 @@ class ShardedEngine(BetweenSteps):
         with Phase("gather"):
             self.gather.flush()
         if self._params_may_differ and self._config.offload is not None:  # no rank steps where one lacks a step before
+            self._notify_join(absent=absent)
             self.flush("")
         steps = clip_to is None and unscale_by is None
         error = error or self._take_over_edits() or (self._end_pending_step() if steps else None)
-        self._sends = True
-        if not absent:
-            self._notify_join()
+        self._notify_join(absent=absent)
         own = self.reduction.send_rest(error, absent=absent, steps=steps)
         with Phase("agreement"):
             agreed = self.agree(own, clip_to, unscale_by, absent=absent)
@@ -155,9 +155,10 @@ class ShardedEngine(BetweenSteps):
             self.agreement.require_dropped_alike(self.parts.visible.dropped, self.parts.visible.kept())
         return agreed, shards
 
-    def _notify_join(self) -> None:
+    def _notify_join(self, *, absent: bool) -> None:
         """Tell ``Join`` that this rank is about to take a step, once per step. Collective of ranks that have inputs."""
-        if not self.join_notified:
+        self._sends = True
+        if not (absent or self.join_notified):
             try:
                 Join.notify_join_context(self._user)
             except RuntimeError as error:
@@ -168,7 +169,7 @@ class ShardedEngine(BetweenSteps):
                 lost = self.group.explain(first_line(error))
                 with peer_lost("another rank, which Join waits for,"):
                     raise lost or error from error
-        self.join_notified = True
+        self.join_notified |= not absent
 
     def _take_over_edits(self) -> ZeroOptError | None:
         """Take over the user's edits since the last step. Return an error of this rank that all ranks are to raise."""
@@ -344,7 +345,7 @@ class ShardedEngine(BetweenSteps):
             self._guard.commit(count.step)
         if failed:
             self._told_failure()
-            self.agreement.raise_first_error(self._guard.failed_step(), "step()", own=failure)
+            self.agreement.raise_first_error(self._guard.missing_part(), "step()", own=failure)
         if failure is not None:
             raise failure
 
@@ -432,15 +433,21 @@ class ShardedEngine(BetweenSteps):
     def shadow_step(self) -> None:
         if not self.reduction.begun:  # what other ranks have in their sums is in those of this one, too
             self._drop_grads()
-        with self._of_all_ranks():
-            agreed, shards = self.reduce(absent=True)
-            while agreed.clip_to is not None:
-                self._clip(shards, agreed.clip_to)
+        try:
+            with self._of_all_ranks():
                 agreed, shards = self.reduce(absent=True)
-            self._update(agreed, shards)
-        self._drop_grads()  # no call of the user's drops what the others have reduced to here
+                while agreed.clip_to is not None:
+                    self._clip(shards, agreed.clip_to)
+                    agreed, shards = self.reduce(absent=True)
+                self._update(agreed, shards)
+        except ZeroOptError as error:
+            if not isinstance(error, PeerLost):
+                self._drop_grads()
+            raise
+        self._drop_grads()
 
     def _drop_grads(self) -> None:
+        """Drop what other ranks have reduced to this one, for which no call of the user's does."""
         for param in self.parts.params:
             param.grad = None
         self.reduction.reset()

@@ -214,10 +214,9 @@ class ShardedOptimizer(UnevenInputs):
             NonFiniteGradient: a gradient is not finite, under ``Checks(nonfinite="raise")``; likewise.
             ParamsReplaced: ``param_groups`` was edited after the first step, or holds other shapes; likewise.
             StepPending: a parameter or state was changed while a delayed step was pending; likewise.
-            ParamsUnsharded: FSDP2 has parameters gathered; likewise. StepFailed: a step has failed on another rank.
-            ProcessGroupError: this rank has others since; likewise.
-            WorkerDied, WorkerFailed, OutOfResources, StorageFailed: worker or disk fails, or a limit keeps a worker
-                from being replaced; the step stays pending, see :meth:`flush`. PeerLost, PeerSilent: a rank has left.
+            ProcessGroupError: this rank has others since. ParamsUnsharded: FSDP2 has parameters gathered; likewise.
+            StepFailed: a step has failed on another rank. PeerLost, PeerSilent: a rank has left. WorkerDied,
+                WorkerFailed, OutOfResources, StorageFailed: the step stays pending, see :meth:`flush`.
         """
         self._require_open()
         if self._has_no_group:
@@ -230,12 +229,13 @@ class ShardedOptimizer(UnevenInputs):
             self._require_open()
             return losses[-1]
 
+        given, error = noted if callable(closure) else closure, refusal_of_others(others)  # a class may take others
         with forgets_scale(self):
-            try:  # a class may take something else than a closure
-                return self._engine.step(noted if callable(closure) else closure, options, refusal_of_others(others))
+            try:
+                return self._engine.step(given, options, error)
             except ParamsReplaced:
                 self._replan()
-            return self._engine.step(losses.pop if losses else None, options)
+            return self._engine.step(losses.pop if losses else given, options, error)
 
     @one_call("opt.zero_grad()", traced=True)
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -219,7 +219,7 @@ class GradReduction(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether gradients of this rank are part of what other ranks add up for the next step."""
+        """Whether other ranks have gradients of this one in their sums for the next step, and those count."""
         return False
 
     @property

@@ -38,9 +38,9 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
         ConfigTypeError, ConfigError: ``model`` is no module, or ``src`` not a rank. RankMismatch: ``src`` differs
             between ranks, or models do in names, their order, shapes, dtypes or kinds of device. UnsupportedParam: a
             tensor has no elements of its own to overwrite (a DTensor, a sparse, quantized, expanded or lazy one). All
-            of them on every rank. PeerLost, PeerSilent: a rank has left, or does not come in time. ProcessGroupError:
-            several ranks were started and there is no process group, or ranks cannot connect. OutOfResources: no file
-            descriptors are left.
+            of these on every rank, if the ranks are processes. PeerLost, PeerSilent: a rank has left, or does not come
+            in time. ProcessGroupError: several ranks were started and there is no process group, or ranks cannot
+            connect. OutOfResources: no file descriptors are left.
     """
     pg = agreed_group(process_group)
     if pg is None or pg.size() == 1:

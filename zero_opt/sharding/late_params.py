@@ -22,6 +22,7 @@ import torch._functorch.vmap
 from torch import Tensor, nn
 
 from ..errors import StepPending
+from ..system.interrupts import uninterrupted
 
 #: A context in which late parameters are as all others, on this thread.
 Unwatched = torch._C.DisableTorchFunctionSubclass
@@ -124,16 +125,19 @@ class LateParams:
 
     def mark(self, params: Iterable[Tensor]) -> None:
         """Make these late, from here on."""
-        marked, classes, me = self._marked, self._classes, weakref.ref(self)
-        for param in params:
-            if id(param) not in marked:
-                kind = type(param)
-                late = classes.get(kind)
-                if late is None:
-                    _watch_transforms()
-                    late = classes[kind] = _late_class(kind, me)
-                marked[id(param)] = (param, kind)  # first: a signal handler may raise between any two lines
-                param.__class__ = late
+        with uninterrupted():
+            for param in params:
+                if id(param) not in self._marked:
+                    kind = type(param)
+                    param.__class__ = self._late_class_of(kind)
+                    self._marked[id(param)] = (param, kind)
+
+    def _late_class_of(self, kind: type) -> type:
+        late = self._classes.get(kind)
+        if late is None:
+            _watch_transforms()
+            late = self._classes[kind] = _late_class(kind, weakref.ref(self))
+        return late
 
     def has(self, param: Tensor) -> bool:
         """Return whether a parameter is late for this reason."""

@@ -111,7 +111,7 @@ class FullState:
     def _own(self) -> StatesByIndex:
         """Return the full state at world size 1, on any thread. Steps wait for it."""
         with self._guard.reading(), self._guard.after_change(self._guard.here()):
-            failed = self._guard.failed_step()
+            failed = self._guard.missing_part()
             if failed is not None:
                 raise failed
             return consolidated(self._agreement, self._partition, self._placement, 0) or {}

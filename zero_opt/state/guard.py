@@ -210,14 +210,14 @@ class StateGuard:
         self.failure, self._told = failure, False
 
     def note_told(self) -> None:
-        """Note that every rank has raised :meth:`failed_step`."""
+        """Note that every rank knows that the step has failed on one."""
         self._told = True
 
     def untold_failure(self) -> StepFailed | None:
-        """Return the error of :meth:`failed_step`, or ``None`` if every rank has raised it."""
-        return None if self._told else self.failed_step()
+        """Return the error of :meth:`missing_part`, or ``None`` if every rank knows of it."""
+        return None if self._told else self.missing_part()
 
-    def failed_step(self) -> StepFailed | None:
+    def missing_part(self) -> StepFailed | None:
         """Return the error for all ranks if a part of the last step is missing here."""
         failure = self.failure
         if failure is None:

@@ -24,7 +24,9 @@ def by_handler(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it, signals are kept for its end: for a few milliseconds of work, and no waiting but at the exit.
+    """Within it, signals are kept for its end: for a few milliseconds of work, as a step of a class on zeros.
+
+    No waiting, but for a thread that starts, and at the exit.
 
     Only the main thread is ever interrupted, and only where a Python function handles the signal.
     """

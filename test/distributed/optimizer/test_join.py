@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, Case, add, backwards, case, gradient, mean
+from test.support.worker_training import worker_of
+from zero_opt.placement.worker import process
 from zero_opt.sharding.late_params import Unwatched
 
 ADAM = case(torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}, lr=0.01)
@@ -412,3 +415,28 @@ def _ends_never(rank: int, world_size: int) -> Any:
 def test_training_goes_on_after_join_has_ended_it_early_on_all_ranks(reduction: Any, clips: bool) -> None:
     found, expected = run_processes(2, _ends_early, reduction, clips), run_processes(2, _ends_never)
     assert_bitwise(found, expected)
+
+
+def _fails_before_one_runs_out(rank: int, world_size: int) -> Any:
+    """The worker of rank 1 cannot take a step; rank 0 has run out of inputs when it is made up for."""
+    params = ADAM.params()
+    optimizer = ADAM.sharded(params, OVERLAPPED, offload=zero_opt.WorkerOffload(max_deaths=1))
+    failures = (zero_opt.WorkerDied, zero_opt.WorkerFailed, zero_opt.StepFailed)
+    with Join([optimizer]), pytest.MonkeyPatch.context() as patch:
+        for step in range(2 + rank):
+            torch.autograd.backward(params, [torch.full_like(param, 1.0 + step) for param in params])
+            if step == 1 and rank == 1:
+                patch.setattr(process, "_MAIN", process._MAIN.with_name("missing.py"))
+                os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+            with pytest.raises(failures) if step == 1 else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            patch.undo()
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
+def test_a_failed_step_is_made_up_for_after_a_rank_has_run_out() -> None:
+    found = run_processes(2, _fails_before_one_runs_out)
+    assert_bitwise(found[0], found[1])

@@ -123,3 +123,27 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_changes_nothing(policy: st
 @pytest.mark.parametrize("options", [{}, {"offload": zero_opt.CPUOffload()}])
 def test_over_dtensors_too(options: dict[str, Any]) -> None:
     run_processes(2, _compared, True, options, _CLIPS | _ROWS)
+
+
+def _mistaken_as_params_are_replaced(rank: int, world_size: int) -> list[torch.Tensor]:
+    params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.5)
+    others = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    optimizer.param_groups[0]["params"] = others
+    calls: list[Any] = []
+    for param in others:
+        param.grad = torch.ones(5)
+    with pytest.raises(zero_opt.ConfigTypeError, match="takes one closure"):
+        optimizer.step(lambda: calls.append(0), 3) if rank else optimizer.step()
+    optimizer.zero_grad()
+    for param in others:
+        param.grad = torch.ones(5)
+    optimizer.step()
+    optimizer.close()
+    assert calls == []
+    return [param.detach() for param in others]
+
+
+def test_a_mistake_is_told_where_parameters_have_been_replaced() -> None:
+    found = run_processes(2, _mistaken_as_params_are_replaced)
+    assert all(torch.equal(param, torch.full((5,), 0.5)) for params in found for param in params)

@@ -127,3 +127,20 @@ def test_without_a_worker(tmp_path: Path, options: dict[str, Any], then: str) ->
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_with_a_disk_that_fails(tmp_path: Path, call: str, then: str) -> None:
     _compare(in_file(tmp_path), _BadDisk(call), then)
+
+
+def test_an_edit_is_told_of_after_a_flush_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params()
+    optimizer = make(params, offload=in_file(tmp_path))
+    _train(optimizer, params, 0, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", _broken)
+        with pytest.raises(zero_opt.StorageFailed):
+            _train(optimizer, params, 1, 0)
+        optimizer.state.pop(params[2])
+        with pytest.raises(zero_opt.StorageFailed):
+            optimizer.flush()
+    with pytest.raises(zero_opt.StepPending, match="was changed while a step for it was pending"):
+        optimizer.flush()
+    optimizer.flush()
+    optimizer.close()

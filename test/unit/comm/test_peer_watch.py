@@ -123,13 +123,16 @@ def test_a_rank_that_has_ended_because_of_another_is_not_named_before_there_is_a
     assert str(error).startswith(f"rank {lost} (pid {10 + lost}) has ended while step 0 waits for it")
 
 
+@pytest.mark.parametrize("by_look", [True, False])
 def test_a_rank_that_ends_after_another_was_interrupted_is_not_named_before_there_is_a_ring(
-    three: tuple[list[Watch], set[int]],
+    three: tuple[list[Watch], set[int]], by_look: bool
 ) -> None:
     watches, ended = three
     watches[2].interrupted(KeyboardInterrupt())
     ended.add(11)  # because of that
-    assert str(watches[0].explain("", patience_s=0.0)).startswith("rank 2 has left training before its first step")
+    first = watches[0]
+    error = first.leave_lost(first.ended()) if by_look else first.explain("", patience_s=0.0)
+    assert str(error).startswith("rank 2 has left training before its first step")
 
 
 def test_what_ends_while_the_store_is_read_is_not_named(

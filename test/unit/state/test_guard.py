@@ -210,12 +210,12 @@ def test_what_cannot_be_made_up_for_is_still_a_failure() -> None:
     with guard.making_up(1):
         pass
     guard.commit(step=1)
-    assert guard.failed_step() is None
+    assert guard.missing_part() is None
 
 
 def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     guard = StateGuard()
-    assert guard.untold_failure() is guard.failed_step() is None and guard.failure is None
+    assert guard.untold_failure() is guard.missing_part() is None and guard.failure is None
     failure = MemoryError("no more of it")
     guard.begin(1)
     guard.note_failure(failure)
@@ -225,12 +225,12 @@ def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     assert str(guard.untold_failure()) == str(told)  # they have raised another rank's error
     guard.note_told()
     assert guard.untold_failure() is None
-    assert str(guard.failed_step()) == str(told) and guard.failure is not None
+    assert str(guard.missing_part()) == str(told) and guard.failure is not None
     assert str(told).endswith(": load a checkpoint, or go on")
     guard.note_failure(WorkerDied("opt.flush(), on every rank, tries again"))
-    assert str(guard.failed_step()).endswith("but without a part of that step")  # the worker's error has the advice
+    assert str(guard.missing_part()).endswith("but without a part of that step")  # the worker's error has the advice
     guard.note_failure(None)
-    assert guard.untold_failure() is guard.failed_step() is None and guard.failure is None
+    assert guard.untold_failure() is guard.missing_part() is None and guard.failure is None
 
 
 class _Stream:

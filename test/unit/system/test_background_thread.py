@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -201,22 +202,32 @@ def test_threads_are_held_at_the_exit_whatever_interrupts_it() -> None:
     assert "KeyboardInterrupt" in done.stderr
 
 
-def test_a_signal_while_the_thread_starts_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGALRM raises an exception."""
+
     def end_of_time(*_: object) -> None:
         raise TimeoutError("no more time")
 
-    before, start = signal.signal(signal.SIGALRM, end_of_time), threading.Thread.start
+    before = signal.signal(signal.SIGALRM, end_of_time)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_signal_while_the_thread_starts_leaves_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, thread = threading.Thread.start, SerialThread("zero_opt alarmed")
 
     def alarmed(started: threading.Thread) -> None:
         start(started)
         signal.raise_signal(signal.SIGALRM)
 
-    thread = SerialThread("zero_opt alarmed")
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", alarmed)
         with pytest.raises(TimeoutError, match="no more time"):
             thread.submit(int)
-    signal.signal(signal.SIGALRM, before)
-    assert thread.submit(threading.current_thread).result(PATIENCE) in threading.enumerate()
-    assert [other.name for other in threading.enumerate()].count("zero_opt alarmed") == 1
-    thread.close()
+    try:
+        assert thread.submit(threading.current_thread).result(PATIENCE) in threading.enumerate()
+        assert [other.name for other in threading.enumerate()].count("zero_opt alarmed") == 1
+    finally:
+        thread.close()

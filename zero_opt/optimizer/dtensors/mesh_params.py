@@ -144,14 +144,13 @@ class MeshParams:
                 ranks have counts once; plain parameters' gradients are the same on every rank.
             limit: what this rank will clip the norm to; 0 if it will not, NaN if there is an ``error``.
             known: as for :func:`grad_squares`.
-            error: what this rank will not clip for.
+            error: why this rank cannot clip.
 
         Raises:
             RankMismatch: on every rank, if limits differ, or ranks are in different calls. ZeroOptError: on every rank,
                 the ``error`` of one.
             PeerLost, PeerSilent: a rank does not come.
         """
-        self._measured = True
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows, limits = list[tuple[int, float, float]](), dict[int, float]()
         if any(grad is not None for grad in plain):
@@ -163,6 +162,7 @@ class MeshParams:
             ]
             mine = (*look(counted, range(len(params)), known), limit)
             told = group.all_gather_bytes(_ROW.pack(*mine), self.call)
+            self._measured = True
             for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
                 limits[rank] = its_limit
