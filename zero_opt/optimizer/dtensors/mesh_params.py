@@ -161,8 +161,8 @@ class MeshParams:
                 for param, grad in zip(params, grads, strict=True)
             ]
             mine = (*look(counted, range(len(params)), known), limit)
+            self._measured = True  # from here on the ranks raise what they are told together
             told = group.all_gather_bytes(_ROW.pack(*mine), self.call)
-            self._measured = True
             for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
                 limits[rank] = its_limit
