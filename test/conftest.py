@@ -56,6 +56,18 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.hookimpl(trylast=True)  # what is chosen by name comes first: no more than a sample is kept whole
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """SIGALRM raises a TimeoutError, "no more time"."""
+
+    def end_of_time(*_: object) -> None:
+        raise TimeoutError("no more time")
+
+    before = signal.signal(signal.SIGALRM, end_of_time)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep a sample of the cases of tests that say so."""
     out = left_out(items)

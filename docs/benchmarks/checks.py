@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.forked import slower
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
 from zero_opt.comm.exchange import BucketReduction, Ident
 from zero_opt.reduction import OwnRounds
-from zero_opt.reduction.grad_norm import measure
+from zero_opt.reduction.grad_norm import alone, share_of
 
 WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
 Times = dict[str, list[float]]
@@ -51,13 +52,6 @@ def model() -> torch.nn.Module:
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
     body = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDTH), body)
-
-
-def slower(seconds: float) -> float:
-    """Of the ranks' times, the longest."""
-    worst = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -104,8 +98,8 @@ def look_alone(optimizer: Any, backward: Callable[[], None], times: Times) -> No
     grads = [grad for bucket in buckets for grad in bucket.slice_grads()]
     known = [sums for bucket in buckets for sums in bucket.squares()]
     assert all(sums is not None for sums in known), "added up from the second step on"
-    times[LOOK].append(timed(partial(measure, grads, range(len(grads)), optimizer._group, known)))
-    times[WHOLE_LOOK].append(timed(partial(measure, grads, range(len(grads)), optimizer._group)))
+    times[LOOK].append(timed(lambda: alone(share_of(grads, range(len(grads)), optimizer._group, known))))
+    times[WHOLE_LOOK].append(timed(lambda: alone(share_of(grads, range(len(grads)), optimizer._group))))
 
 
 def reductions_alone(optimizer: Any, number: int, times: Times) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.forked import forked
+from support.forked import forked, slower
 from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -83,13 +83,6 @@ SYSTEMS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "DDP": ddp,
     "DDP + ZeroRedundancyOptimizer": ddp_zero,
 }
-
-
-def slower(seconds: float) -> float:
-    """Seconds of the slower rank."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
 
 
 def step_seconds(model: nn.Module, optimizer: Any, data: Tensor) -> float:

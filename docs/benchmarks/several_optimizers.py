@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.forked import forked
+from support.forked import forked, slower
 from support.machine import command, load, machine, spread, today, write_result
 from torch import nn
 
@@ -68,13 +68,6 @@ class Trained:
         """End the optimizers."""
         for optimizer in self.optimizers:
             optimizer.close()
-
-
-def slower(seconds: float) -> float:
-    """Seconds of the slower rank."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
 
 
 def join(rank: int, store: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,12 @@ def stillborn_workers(folder: Path) -> Iterator[None]:
         yield
 
 
+def end_workers(patch: pytest.MonkeyPatch, optimizer: zero_opt.ShardedOptimizer) -> None:
+    """End the optimizer's worker; while the patch lasts none can be started."""
+    patch.setattr(process, "_MAIN", process._MAIN.with_name("missing.py"))
+    os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+
+
 def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(values(31, 0, 0, index, shape).to(dtype, copy=True)) for index, shape in enumerate(SHAPES)]
 
@@ -64,6 +72,20 @@ def gradient(step: int, rank: int, index: int, param: Tensor) -> Tensor:
 def backward(params: list[nn.Parameter], step: int, rank: int) -> None:
     used = [index for index in used_in(step) if index < len(params)]
     torch.autograd.backward([params[i] for i in used], [gradient(step, rank, i, params[i]) for i in used])
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range, rank: int = 0) -> None:
+    """Take these steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(params, step, rank)
+        optimizer.step()
+
+
+@as_they_are
+def values_of(params: list[nn.Parameter]) -> list[Tensor]:
+    """Copies of parameters."""
+    return [param.detach().clone() for param in params]
 
 
 def mean_grads(params: list[nn.Parameter], step: int, world_size: int) -> list[Tensor | None]:

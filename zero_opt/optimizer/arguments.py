@@ -50,7 +50,7 @@ def refusal_of_others(others: Sequence[object]) -> ConfigTypeError | None:
 
 
 def refusal_of_step(closure: object, options: Mapping[str, object]) -> ConfigTypeError | None:
-    """Return the error if a step over several ranks is given something else than a closure, or nothing."""
+    """Return the error if a step over several ranks is given anything other than a closure, or nothing."""
     if options:
         return ConfigTypeError(f"step() over several ranks takes a closure alone, got {sorted(options)}")
     if closure is None or callable(closure):

@@ -1,4 +1,4 @@
-"""Fresh ranks, forked, that answer through a queue."""
+"""Fresh ranks, forked, that answer through a queue, and what they measure together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 
 def forked(rank_program: Callable[..., None], world_size: int, *arguments: Any, answers: int) -> list[Any]:
@@ -27,3 +30,10 @@ def forked(rank_program: Callable[..., None], world_size: int, *arguments: Any, 
         for process in ranks:
             process.join()
     return found
+
+
+def slower(seconds: float) -> float:
+    """Seconds of the slower rank."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()

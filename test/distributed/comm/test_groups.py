@@ -74,7 +74,7 @@ def test_the_timeout_is_the_groups_own_unless_one_is_given() -> None:
 
 
 _THREADS_LEFT = """
-import os, time, torch, torch.distributed as dist, zero_opt
+import os, torch, torch.distributed as dist, zero_opt
 dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
 optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW)
 optimizer.close()

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB, Case, add, backwards, case, gradient, mean
-from test.support.worker_training import worker_of
-from zero_opt.placement.worker import process
+from test.support.worker_training import end_workers
 from zero_opt.sharding.late_params import Unwatched
 
 ADAM = case(torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}, lr=0.01)
@@ -426,8 +425,7 @@ def _fails_before_one_runs_out(rank: int, world_size: int) -> Any:
         for step in range(2 + rank):
             torch.autograd.backward(params, [torch.full_like(param, 1.0 + step) for param in params])
             if step == 1 and rank == 1:
-                patch.setattr(process, "_MAIN", process._MAIN.with_name("missing.py"))
-                os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
+                end_workers(patch, optimizer)
             with pytest.raises(failures) if step == 1 else nullcontext():
                 optimizer.step()
             optimizer.zero_grad()

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from test.support.late_params import as_they_are
 from test.support.nvme_training import in_file
-from test.support.worker_training import backward, make, make_params, worker_of
-from zero_opt.placement.worker import process
+from test.support.worker_training import end_workers, make, make_params, train, values_of
 
 # What recovers, and the steps that follow.
 LATER = {"flush()": (), "flush() and steps": (6, 7), "step()": (6, 7)}
 _FAILURES = (zero_opt.WorkerDied, zero_opt.WorkerFailed, zero_opt.StorageFailed, zero_opt.StepFailed)
-
-
-def _train(optimizer: zero_opt.ShardedOptimizer, params: list[nn.Parameter], step: int, rank: int) -> None:
-    optimizer.zero_grad()
-    backward(params, step, rank)
-    optimizer.step()
-
-
-@as_they_are
-def _values_of(params: list[nn.Parameter]) -> list[Tensor]:
-    return [param.detach().clone() for param in params]
 
 
 def _ended(optimizer: zero_opt.ShardedOptimizer, params: list[nn.Parameter]) -> Any:
@@ -40,7 +26,7 @@ def _ended(optimizer: zero_opt.ShardedOptimizer, params: list[nn.Parameter]) -> 
     optimizer.flush()
     state = optimizer.state_dict()["state"]
     optimizer.close()
-    return _values_of(params), state
+    return values_of(params), state
 
 
 def _without_refused(rank: int, world_size: int, offload: Any, then: str) -> Any:
@@ -48,7 +34,7 @@ def _without_refused(rank: int, world_size: int, offload: Any, then: str) -> Any
     params = make_params()
     optimizer = make(params, offload=offload)
     for step in (0, 1, 2, 3, *LATER[then]):
-        _train(optimizer, params, step, rank)
+        train(optimizer, params, range(step, step + 1), rank)
         if step < 6:
             optimizer.flush()
     return _ended(optimizer, params)
@@ -59,7 +45,7 @@ def _refused(rank: int, world_size: int, offload: Any, fault: Any, then: str) ->
     params = make_params()
     optimizer = make(params, offload=offload)
     for step in range(3):
-        _train(optimizer, params, step, rank)
+        train(optimizer, params, range(step, step + 1), rank)
         optimizer.flush()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -67,11 +53,11 @@ def _refused(rank: int, world_size: int, offload: Any, fault: Any, then: str) ->
         for step in (3, 4, 5):
             # A late step, and one whose last write fails, return where they were made.
             with suppress(*_FAILURES) if step == 3 else pytest.raises(_FAILURES):
-                _train(optimizer, params, step, rank)
+                train(optimizer, params, range(step, step + 1), rank)
     if then != "step()":
         optimizer.flush()
     for step in LATER[then]:
-        _train(optimizer, params, step, rank)
+        train(optimizer, params, range(step, step + 1), rank)
     return _ended(optimizer, params)
 
 
@@ -91,18 +77,6 @@ def _counts(ended: Any) -> list[float]:
     return [state[index]["step"].item() for index in sorted(state)]
 
 
-class _NoWorker:
-    """The worker dies, and none can be started."""
-
-    def __init__(self, folder: Path) -> None:
-        self._broken = folder / "main.py"
-        self._broken.write_text("raise SystemExit(1)")
-
-    def __call__(self, patch: pytest.MonkeyPatch, optimizer: zero_opt.ShardedOptimizer) -> None:
-        patch.setattr(process, "_MAIN", self._broken)
-        os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
-
-
 class _BadDisk:
     """The disk fails in each read, or in each write."""
 
@@ -119,8 +93,8 @@ def _broken(*_: object) -> int:
 
 @pytest.mark.parametrize("then", LATER)
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"speculate": True}], ids=str)
-def test_without_a_worker(tmp_path: Path, options: dict[str, Any], then: str) -> None:
-    _compare(zero_opt.WorkerOffload(**options, max_deaths=1), _NoWorker(tmp_path), then)
+def test_without_a_worker(options: dict[str, Any], then: str) -> None:
+    _compare(zero_opt.WorkerOffload(**options, max_deaths=1), end_workers, then)
 
 
 @pytest.mark.parametrize("then", LATER)
@@ -132,11 +106,11 @@ def test_with_a_disk_that_fails(tmp_path: Path, call: str, then: str) -> None:
 def test_an_edit_is_told_of_after_a_flush_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = make(params, offload=in_file(tmp_path))
-    _train(optimizer, params, 0, 0)
+    train(optimizer, params, range(1), 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", _broken)
         with pytest.raises(zero_opt.StorageFailed):
-            _train(optimizer, params, 1, 0)
+            train(optimizer, params, range(1, 2), 0)
         optimizer.state.pop(params[2])
         with pytest.raises(zero_opt.StorageFailed):
             optimizer.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,18 +25,6 @@ class _Alarmed(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         signal.raise_signal(signal.SIGALRM)
-
-
-def _end_of_time(*_: object) -> None:
-    raise TimeoutError("no more time")
-
-
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """SIGALRM raises an exception."""
-    before = signal.signal(signal.SIGALRM, _end_of_time)
-    yield
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.usefixtures("alarm")

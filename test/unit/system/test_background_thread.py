@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -200,18 +199,6 @@ def test_threads_are_held_at_the_exit_whatever_interrupts_it() -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_EXIT], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "held\n")
     assert "KeyboardInterrupt" in done.stderr
-
-
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """SIGALRM raises an exception."""
-
-    def end_of_time(*_: object) -> None:
-        raise TimeoutError("no more time")
-
-    before = signal.signal(signal.SIGALRM, end_of_time)
-    yield
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.usefixtures("alarm")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.late_params import as_they_are
 from test.support.scenario import values
 from test.support.worker_training import (
     DTYPES,
@@ -29,7 +28,9 @@ from test.support.worker_training import (
     make,
     make_params,
     simulate,
+    train,
     train_ranks,
+    values_of,
     worker_of,
 )
 from zero_opt.placement import native_rules
@@ -38,18 +39,6 @@ from zero_opt.system import shared_memory
 
 Optimizer = zero_opt.ShardedOptimizer
 EACH = pytest.mark.parametrize("offload", [NOW, LATER])
-
-
-def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range, rank: int = 0) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(params, step, rank)
-        optimizer.step()
-
-
-@as_they_are
-def values_of(params: list[nn.Parameter]) -> list[Tensor]:
-    return [param.detach().clone() for param in params]
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
