@@ -104,6 +104,12 @@ def test_a_frozen_parameter_may_be_what_the_native_class_does_not_step() -> None
         estimate([param.requires_grad_() for param in params], 2, zero_opt.CPUAdamW)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_cross_to_a_worker_in_their_own_dtype(dtype: torch.dtype) -> None:
+    found = estimate(1000, 1, offload=zero_opt.WorkerOffload(), param_dtype=dtype, device="cuda", fused=True)
+    assert [row.nbytes for row in found.rows if row.name == "copies of gradients"] == [1000 * dtype.itemsize]
+
+
 def test_layouts_with_gaps_have_copies() -> None:
     param = nn.Parameter(torch.zeros(100, 64)[:, :32])
     rows = estimate([param], 2).rows

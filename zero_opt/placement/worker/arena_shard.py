@@ -48,8 +48,8 @@ class ArenaShard(StateShard):
     def __init__(self, bucket: GradBucket, kept: Kept) -> None:
         super().__init__(bucket, kept)
         self._stepped_role = "param" if self.splits else "master"
-        self.grads_in_arena = bucket.shard_dtype in GRAD_DTYPES and is_host(bucket.device)
-        self.grad_dtype = bucket.shard_dtype if self.grads_in_arena else torch.float32
+        self.grad_dtype = bucket.shard_dtype if bucket.shard_dtype in GRAD_DTYPES else torch.float32
+        self.grads_in_arena = bucket.shard_dtype is self.grad_dtype and is_host(bucket.device)
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, tuple[int, torch.dtype]] = {}  # where each array begins in the arena
 
