@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import chain, repeat
+from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -336,7 +338,11 @@ class DevicePlacement(SlicePlacement[Unit]):
             ids = [number.setdefault(part, len(number)) for part in own["params"]]
             packed.append({**hypers_of(hypers), "params": _searchable(ids) if self._apart else ids})
         local = {number[self.param_of(index)]: self._for_class(index, state) for index, state in states.items()}
-        inner.load_state_dict({"state": local, "param_groups": packed})
+        if _are_kept(self._class, list(local.values()), [self.param_of(index) for index in states]):
+            inner.load_state_dict({"state": {}, "param_groups": packed})  # which takes 5 us per tensor
+            inner.state.update(zip(map(self.param_of, states), local.values(), strict=True))
+        else:
+            inner.load_state_dict({"state": local, "param_groups": packed})
         self._shown.clear()
         self._held.forget()
         say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
@@ -346,7 +352,10 @@ class DevicePlacement(SlicePlacement[Unit]):
         unit, _ = self._places[index]
         if unit.compact:
             return {}
-        return {key: value for key, value in saved.items() if key != "master" or not unit.mastered}
+        state = dict(saved)
+        if unit.mastered:
+            state.pop("master", None)
+        return state
 
     def _load_master(self, index: int, saved: Mapping[str, Any]) -> bool:
         """Give a loaded state its master; whether none was saved that is needed."""
@@ -399,6 +408,20 @@ def _searchable(ids: list[int]) -> Sequence[int]:
     """Return the same ids; a range if they are one. torch's load_state_dict() searches them once per tensor."""
     run = range(ids[0], ids[0] + len(ids)) if ids else range(0)
     return run if ids == [*run] else ids
+
+
+def _are_kept(cls: type[torch.optim.Optimizer], states: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> bool:
+    """Return whether a class of torch's would keep these tensors as they are when it loads states of parameters."""
+    if (
+        not cls.__module__.startswith("torch.optim.")
+        or cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
+    ):
+        return False
+    values = [*chain.from_iterable(state.values() for state in states)]
+    likes = [*chain.from_iterable(map(repeat, params, map(len, states)))]
+    return all(map(is_, map(type, values), repeat(Tensor))) and all(
+        all(map(eq, map(part, values), map(part, likes))) for part in (attrgetter("dtype"), attrgetter("device"))
+    )
 
 
 def _scaled(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], grad_scale: float) -> list[Tensor]:
