@@ -235,7 +235,8 @@ class SlicePlacement(Placement, Generic[SlicesT]):
     def _load_mirrors(self) -> None:
         """Whole buckets are gathered, so what is edited in a parameter that no step uses must be in its mirror."""
         for slices, position in self._places.values():
-            slices.flats[position].load()
+            if (flat := slices.flats[position]).mirrored:
+                flat.load()
 
     def step_by_mean_of(self, index: int, gradients: int) -> None:
         """From the next step on, take a gradient of a parameter's slice for the mean of so many.

@@ -246,10 +246,10 @@ class GradBucket:
     def slice_grads(self) -> list[Tensor]:
         """Return the shard as this rank's slices, to be read and written: see :meth:`FlatParam.shaped_if_whole`."""
         shard = self._unlent(keep=True)
-        if self._viewed is not shard or [view.data_ptr() for view in self._views] != self._addresses:
+        if self._viewed is not shard or [*map(Tensor.data_ptr, self._views)] != self._addresses:
             runs = ((self.params[position], shard[slice(*piece.in_shard)]) for position, piece in self._own)
             self._viewed, self._views = shard, [flat.shaped_if_whole(run) for flat, run in runs]
-            self._addresses = [view.data_ptr() for view in self._views]
+            self._addresses = [*map(Tensor.data_ptr, self._views)]
         return list(self._views)
 
     def reserve_staging(self, pool: StagingPool) -> None:

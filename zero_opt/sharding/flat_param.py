@@ -248,8 +248,8 @@ def edits_of(flats: Collection[FlatParam]) -> list[int]:
     """Return :attr:`FlatParam.edits` of each parameter, without a call per parameter."""
     params = [flat.param for flat in flats]
     with _counting:
-        versions, own = versions_of(params), [flat._counter.own_writes for flat in flats]
-    return [(version - count) % _VERSIONS for version, count in zip(versions, own, strict=True)]
+        pairs = zip(versions_of(params), flats, strict=True)
+        return [(version - flat._counter.own_writes) % _VERSIONS for version, flat in pairs]
 
 
 def moved_of(flats: Mapping[int, FlatParam]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import is_
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...kernels.adam_state import BESIDE, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
 from ...kernels.runs import check_arrays
 from ...kernels.slots import Slot, SlotBatch
+from ...kernels.strides import dtype_of
 from ...kernels.threads import checked_threads
 from ...kernels.updates import NativeUpdate, given_arrays
 from ...system.devices import HOST
@@ -119,33 +120,46 @@ class NativeSteps:
             groups: all param groups.
         """
         threads = checked_threads(self._threads)
-        grads = [(position, grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32)) for position, grad in grads]
-        with unit.own_writes([position for position, _ in grads]):
-            segments = unit.by_group([position for position, _ in grads])
+        used, tensors = (list(part) for part in zip(*grads, strict=True))
+        if not {*map(dtype_of, tensors)}.issubset(GRAD_DTYPES):
+            tensors = [grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32) for grad in tensors]
+        with unit.own_writes(used):
+            segments = unit.by_group(used)
             batches, stop = list[tuple[Any, slice]](), 0
             for number, positions in segments:
                 for gradients, alike in groupby(positions, unit.gradients.__getitem__):
                     start, stop = stop, stop + len(list(alike))
                     hypers = self.update.hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale)
                     batches.append((hypers, slice(start, stop)))
-            roles = [self.update.roles(groups[number]) for number, positions in segments for _ in positions]
-            slots = self._batch(unit, grads, roles, states)
-            slots.step([grad for _, grad in grads], batches, threads=threads, flush_denormals=self._flush)
-        for position, _ in grads:
+            roles = [
+                *chain.from_iterable(
+                    [self.update.roles(groups[number])] * len(positions) for number, positions in segments
+                )
+            ]
+            slots = self._batch(unit, used, tensors, roles, states)
+            slots.step(tensors, batches, threads=threads, flush_denormals=self._flush)
+        for position in used:
             if (slot := self._slots[unit.pieces[position].param]).first:
                 slot.direct = slot.first = False  # the next step is another run
 
-    def _batch(self, unit: Unit, grads: SliceGrads, roles: list[tuple[str, ...]], states: StatesByTensor) -> SlotBatch:
+    def _batch(
+        self,
+        unit: Unit,
+        positions: list[int],
+        grads: list[Tensor],
+        roles: list[tuple[str, ...]],
+        states: StatesByTensor,
+    ) -> SlotBatch:
         """The kept runs of slices, which fit their gradients; ``roles``: of each."""
-        positions, tensors = [position for position, _ in grads], [grad for _, grad in grads]
         params = [*map(unit.target, positions)]
         states_now = [states.get(unit.stepped[position], {}) for position in positions]
         batch = self._batches.get(unit)
         holds = batch is not None and batch.holds(params, states_now, roles=roles)
-        if batch is not None and holds and (batch.knows(tensors) or batch.takes(tensors)):
+        if batch is not None and holds and (batch.knows(grads) or batch.takes(grads)):
             return batch
         slots = [
-            self._slot(unit, position, grad, states, own) for (position, grad), own in zip(grads, roles, strict=True)
+            self._slot(unit, position, grad, states, own)
+            for position, grad, own in zip(positions, grads, roles, strict=True)
         ]
         states_now = [states.get(unit.stepped[position], {}) for position in positions]
         batch = self._batches[unit] = SlotBatch(slots, params, states_now)

@@ -19,7 +19,6 @@ from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...sharding.param_groups import hypers_of
 from ...sharding.wrapped_class import bare_step, steps_params_apart
-from ...system.devices import is_host
 from ...system.garbage_collection import without_collection
 from ...system.same_objects import SameObjects
 from ..compact_state import require_own_master, require_squares_of
@@ -32,6 +31,7 @@ from .units import DeviceUnits, SliceGrads, Unit
 
 # Elements that an accelerator steps by one call of the class, whose gradients take 256 MiB where they are widened.
 _TOGETHER_NUMEL = 64 << 20
+_is_cpu = attrgetter("is_cpu")
 
 
 class Work(NamedTuple):
@@ -391,12 +391,12 @@ def _portions(grads: Sequence[GradShard]) -> Iterator[Sequence[GradShard]]:
     portion, numel = list[GradShard](), 0
     for shard in grads:
         own = [grad for grad in shard.grads if grad is not None]
-        alone = all(is_host(grad.device) for grad in own)
+        alone = all(map(_is_cpu, own))
         if alone and portion:
             yield portion
             portion, numel = [], 0
         portion.append(shard)
-        numel += sum(grad.numel() for grad in own)
+        numel += 0 if alone else sum(map(Tensor.numel, own))
         if alone or numel >= _TOGETHER_NUMEL:
             yield portion
             portion, numel = [], 0
