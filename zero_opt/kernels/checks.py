@@ -127,14 +127,14 @@ def _reach(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
-def _reaches_beyond(tensor: Tensor) -> bool:
+def reaches_beyond(tensor: Tensor) -> bool:
     """Return whether the storage was made smaller than the tensor over it."""
     return tensor.storage_offset() * tensor.itemsize + _reach(tensor) > tensor.untyped_storage().nbytes()
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Return whether all elements of a strided tensor lie in memory of its own."""
-    return not tensor.numel() or bool(tensor.data_ptr() and not _reaches_beyond(tensor))
+    return not tensor.numel() or bool(tensor.data_ptr() and not reaches_beyond(tensor))
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def require_counts(counts: list[Any], name_of: Callable[[int], str]) -> None:
 
 def check_reach(what: str, tensor: Tensor) -> None:
     """Raise ConfigError if the storage was made smaller than the tensor over it."""
-    if _reaches_beyond(tensor):
+    if reaches_beyond(tensor):
         raise ConfigError(f"{what} reaches beyond its storage of {tensor.untyped_storage().nbytes()} bytes")
 
 

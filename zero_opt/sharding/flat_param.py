@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..errors import UnsupportedParam
-from ..kernels.checks import shared_pair
+from ..kernels.checks import reaches_beyond, shared_pair
 from ..kernels.strides import contiguous_strides, is_dense, overlaps
 from ..layout import ParamSpec, Span
 from ..system.inference_mode import versions_of
@@ -34,7 +34,7 @@ _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch
 
 
 def check_memory(param: Tensor, label: str) -> None:
-    """Raise UnsupportedParam, naming the parameter, unless it is strided and its elements lie apart."""
+    """Raise UnsupportedParam, naming the parameter, unless it is strided, and its elements are there and lie apart."""
     if param.is_nested or param.layout is not torch.strided:
         kind = "a nested tensor" if param.is_nested else param.layout
         raise UnsupportedParam(f"{label} is {kind}; only dense parameters can be sharded")
@@ -42,6 +42,11 @@ def check_memory(param: Tensor, label: str) -> None:
         raise UnsupportedParam(
             f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
             "that owns its elements, e.g. param.contiguous()"
+        )
+    if reaches_beyond(param):
+        raise UnsupportedParam(
+            f"{label} reaches beyond its storage of {param.untyped_storage().nbytes()} bytes, as after "
+            "untyped_storage().resize_(0); bring its values back first"
         )
 
 

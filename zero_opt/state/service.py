@@ -377,8 +377,8 @@ class StateService:
         self._pulls += 1
         pull = Pull(self._pulls, self._guard.step, self._others)
         warning = threading.Timer(WARN_AFTER_S, pull.warn)
-        process_exit.started(warning)
         try:
+            process_exit.started(warning)
             yield pull
         finally:
             warning.cancel()

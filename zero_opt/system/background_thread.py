@@ -68,7 +68,6 @@ def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: 
     _running.pop(threading.current_thread(), None)
 
 
-@atexit.register
 @uninterrupted()
 def _end_all() -> None:
     """Let calls that are under way finish, interrupt those that take long, and end all threads."""
@@ -82,6 +81,11 @@ def _end_all() -> None:
     if interrupts:
         _threads.join(_INTERRUPTED_PATIENCE_S)
     _threads.hold()
+
+
+# Twice: a Ctrl-C that comes before the callback's first line skips it, and the interpreter goes on to the next one.
+atexit.register(_end_all)
+atexit.register(_end_all)
 
 
 class CallingThread:

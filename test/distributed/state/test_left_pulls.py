@@ -183,6 +183,30 @@ def test_one_that_an_exception_has_ended_disturbs_nobody(world_size: int, where:
     assert run_processes(world_size, _one_is_interrupted, where, then, timeout=SECONDS) == [[3.0, 3.0]] * world_size
 
 
+def _no_clock_runs_on(rank: int, world_size: int) -> list[str]:
+    """A signal's handler raises in rank 0's state_dict() as soon as the clock of its warning has been started."""
+    params, optimizer = make_stepped(2)
+    if rank == 0:
+        started = process_exit.started
+
+        def interrupted(thread: threading.Thread) -> bool:
+            started(thread)
+            raise _Alarm
+
+        process_exit.started = interrupted
+        with pytest.raises(_Alarm):
+            optimizer.state_dict()
+        process_exit.started = started
+    clocks = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    left = [clock.name for clock in clocks if not clock.finished.is_set()]
+    assert _goes_on(params, optimizer) == [3.0] * world_size
+    return left
+
+
+def test_one_that_a_signal_has_ended_at_its_start_warns_of_nothing() -> None:
+    assert run_processes(2, _no_clock_runs_on, timeout=SECONDS) == [[], []]
+
+
 def _exits_in_state_dict(rank: int, world_size: int, where: str, late: bool) -> str:
     """A handler of rank 0 calls sys.exit() inside state_dict(), while the others wait for it in a step.
 

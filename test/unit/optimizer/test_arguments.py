@@ -221,14 +221,21 @@ def test_options_that_cannot_be_sharded(option: str) -> None:
         template_of(torch.optim.AdamW, [{"params": [param], option: True}], {})
 
 
+def _freed() -> Tensor:
+    param = torch.ones(3)
+    param.untyped_storage().resize_(0)
+    return param
+
+
 @pytest.mark.parametrize(
     ("param", "message"),
     [
         (torch.ones(3).to_sparse(), r"parameter 1 is torch\.sparse_coo"),
         (torch.ones(3, device="meta"), "parameter 1 is on the meta device; materialize"),
         (torch.ones(3).expand(2, 3), "parameter 1 has elements that share memory"),
+        (_freed(), "parameter 1 reaches beyond its storage of 0 bytes"),
     ],
-    ids=["sparse", "meta", "expanded"],
+    ids=["sparse", "meta", "expanded", "freed"],
 )
 def test_params_that_cannot_be_sharded_are_named(param: Tensor, message: str) -> None:
     groups = [{"params": [torch.ones(1)]}, {"params": [param]}]

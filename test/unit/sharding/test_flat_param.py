@@ -185,6 +185,14 @@ def test_moved_refuses_data_that_came_to_share_memory() -> None:
         flat.moved()
 
 
+def test_moved_refuses_memory_that_was_freed() -> None:
+    param = Parameter(torch.zeros(6, 3))
+    flat = FlatParam(param, "encoder.weight")
+    param.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedParam, match=r"encoder\.weight reaches beyond its storage of 0 bytes"):
+        flat.moved()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -185,19 +185,24 @@ def test_a_thread_that_was_left_is_waited_for_again_once_it_has_another_call() -
 
 
 _INTERRUPTED_EXIT = """
-import os, signal
+import atexit, ctypes, os, signal
 from zero_opt.system import background_thread
 threads = background_thread._threads
 join, hold = threads.join, threads.hold
-threads.join = lambda *given: os.kill(os.getpid(), signal.SIGINT) or join(*given)
 threads.hold = lambda: print("held") or hold()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """
+_INTERRUPTED = {
+    "while it waits": "threads.join = lambda *given: os.kill(os.getpid(), signal.SIGINT) or join(*given)",
+    "before its first line": "atexit.register(ctypes.CDLL(None).kill, os.getpid(), signal.SIGINT)",
+}
 
 
-def test_threads_are_held_at_the_exit_whatever_interrupts_it() -> None:
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_EXIT], capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stdout) == (0, "held\n")
+@pytest.mark.parametrize("when", _INTERRUPTED)
+def test_threads_are_held_at_the_exit_whatever_interrupts_it(when: str) -> None:
+    script = _INTERRUPTED_EXIT + _INTERRUPTED[when]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, {*done.stdout.split()}) == (0, {"held"})
     assert "KeyboardInterrupt" in done.stderr
 
 
