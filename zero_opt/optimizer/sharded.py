@@ -302,23 +302,39 @@ class ShardedEngine(BetweenSteps):
         left = dict(self.placement.updated_params(shards))
         if self._params_may_differ:  # gather again what an earlier step has left apart
             left |= {bucket.layout.index: bucket.layout.params for bucket in buckets}
+        made = self._made(shards, grad_scale)
         try:
-            self._guard.begin(self.parts.patience_s)
-            self._guard.note_failure(None)
-            for index in self.placement.step(shards, self.parts.param_groups, grad_scale):
+            while (index := self._next_of(made)) is not None:
                 yield buckets[index], left.pop(index), False
-        except BaseException as error:  # whatever it is
-            with self.parts.visible.lock:  # the step may be pending: what users make of entries from here on is undone
-                self.parts.visible.note_entries()
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:  # whatever it is
+            self._note_entries()
+            raise
+        failed = self._guard.failure is not None
+        yield from ((buckets[index], updated, failed) for index, updated in left.items())
+        self._params_may_differ = False
+
+    def _made(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
+        """Step this rank's shards. Yield the buckets that are up to date here."""
+        self._guard.begin(self.parts.patience_s)
+        self._guard.note_failure(None)
+        yield from self.placement.step(shards, self.parts.param_groups, grad_scale)
+
+    def _next_of(self, made: Iterator[int]) -> int | None:
+        """Return the next bucket; ``None`` after the last, or if the step fails, which is noted."""
+        try:
+            return next(made, None)
+        except Exception as error:
+            self._note_entries()
             # Python turns a StopIteration that leaves a generator into a RuntimeError (PEP 479).
             by_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
             own = error.__cause__ if by_generator and isinstance(error.__cause__, Exception) else error
             self._guard.note_failure(own)
-        failed = self._guard.failure is not None
-        yield from ((buckets[index], updated, failed) for index, updated in left.items())
-        self._params_may_differ = False
+            return None
+
+    def _note_entries(self) -> None:
+        """Remember the user's entries: the step may be pending, and what users make of them from here on is undone."""
+        with self.parts.visible.lock:
+            self.parts.visible.note_entries()
 
     def _end_step(self, agreed: StepAgreement, failed: Sequence[int]) -> None:
         """Count the step, and let users see the new state. Collective if the step has failed on a rank in ``failed``.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -146,12 +148,28 @@ def _begins(group: Group, begin: Callable[[], Any], *given: Any) -> None:
     group.watch.wait(lambda: (_strike(), begin())[1])
 
 
+_step_buckets = ShardedEngine._step_buckets
+
+
+def _takes(engine: ShardedEngine, *given: Any) -> Any:
+    """Stands for ``ShardedEngine._step_buckets``: the signal falls as it has noted that a bucket goes out."""
+
+    def fall(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_return" and frame.f_code is _step_buckets.__code__ and called.__name__ == "pop":
+            sys.setprofile(None)
+            _strike()
+
+    sys.setprofile(fall)
+    return _step_buckets(engine, *given)
+
+
 # What the signal falls into; only :func:`_begins` is in a wait.
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "report sent": (ShardedEngine, "_accept_edits", _strike),
     "norm": (ShardedEngine, "share", _strike),
     "gather": (ParamGather, "begin", _strike),
     "bucket": (ParamGather, "start", _strike),
+    "bucket taken": (ShardedEngine, "_step_buckets", _takes),
     "begin": (Group, "_run", _begins),
     "own part": (FullState, "own_part", _strike),
     "plan": (Planner, "add_groups", _strike),
@@ -159,7 +177,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows": (FullState, "rows", _strike),
     "bring in": (Agreement, "any", _strike),
 }
-IN_STEPS = ("report sent", "norm", "gather", "bucket", "begin")
+IN_STEPS = ("report sent", "norm", "gather", "bucket", "bucket taken", "begin")
 # By call: how messages name it, and moments in it after its first message.
 STRUCK = {
     "step": ("opt.step()", IN_STEPS),
