@@ -23,7 +23,7 @@ from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from ..system.waiting import until
-from .backend_errors import closed_by_peer, first_line, is_loss, network_failed, timed_out
+from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
 from .departures import Departure, Departures, How, Posted
 from .process_identity import ProcessIdentity
@@ -245,9 +245,10 @@ class Watch:
         known = self._heard(text, self._entered, min(_NEWS_S + _ANNOUNCED_S, self._timeout_s), waited)
         if known is not None:
             return known
-        missing = self.missing(waited) or self.departures.silent
-        if not missing:
-            return self._lost_unknown(text) if is_loss(error) else None
+        silent = self.departures.silent
+        missing = self.missing(waited) or silent
+        if not missing or (is_loss(error) and not silent and not (timed_out(text) or closed_by_timeout(text))):
+            return self._lost_unknown(text, missing) if is_loss(error) else None
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
@@ -259,13 +260,13 @@ class Watch:
             f"several optimizers in one order, or wait longer with {self.timeout_option} ({text})",
         )
 
-    def _lost_unknown(self, text: str) -> PeerLost:
-        """Leave, and return the error where all ranks have come, as far as is known, and yet the call has broken."""
+    def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
+        """Leave, and return the error where the call has broken; ``missing``: ranks that are known not to have come."""
         # If it has timed out, the connection that keeps it from ending may not have broken yet.
         known = self.explain(text, self._entered, min(_NEWS_S, self._timeout_s)) if timed_out(text) else None
         if known is not None:
             return known
-        ranks = [rank for rank in self._others if rank not in self._near] or self._others
+        ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
         error = PeerLost(
             f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
             f"drops packets, while {self.where} waits for it; look at the ranks' logs, and restart all from the last "

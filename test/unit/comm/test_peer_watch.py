@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
+from zero_opt.errors import PeerLost
 
 
 class _EmptyStore:
@@ -62,6 +63,14 @@ def test_a_missing_rank_is_named_in_the_singular(watch: Watch, step: int) -> Non
     last = "its last step is 3" if step else "it has taken no step"
     assert one.startswith(f"rank 2 has not come to step {step}, and {last}: rank 0 called")
     assert "look at what it does" in one
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+def test_a_connection_that_breaks_is_no_matter_of_patience(watch: Watch) -> None:
+    error = watch._explain_error(RuntimeError("Connection closed by peer [127.0.0.1]:4321"), 60.0)
+    assert type(error) is PeerLost
+    assert str(error).startswith("one of rank 1, rank 2 has ended, or its host does not answer, or the network drops")
+    assert "wait longer" not in str(error)
 
 
 class _CountedStore:
