@@ -206,7 +206,6 @@ class Meeting:
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
         self._met = _met.setdefault(c10d._get_default_store(), Counter())
         self._number = self._met[self._key]
-        self._met[self._key] += 1
         self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
         self._place = _meeting_place(self._key, self._number)
         self._absent: list[int] = []
@@ -228,6 +227,7 @@ class Meeting:
         """
         met, come_s, pause_s = False, self._patience.come_s, _PAUSE_RANK_S * len(self._key[1])
         try:
+            self._take_number()
             require()
             met = self.ask(self._arrive) or until(lambda: self.ask(self._complete), come_s, self._look_around, pause_s)
             if not met:
@@ -251,6 +251,7 @@ class Meeting:
 
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
+        self._take_number()
         told = error if isinstance(error, ZeroOptError) else PeerLost(ended_by(error, f"rank {self.rank}", self._call))
         late = sorted(self.watch.departures.unanswering) if self.name else self._absent
         absent = late if isinstance(error, PeerSilent) else []
@@ -263,6 +264,10 @@ class Meeting:
 
         with contextlib.suppress(*STORE_ERRORS):
             self.ask(put)
+
+    def _take_number(self) -> None:
+        """Count this meeting: the other ranks hear of it now, if only of how this rank leaves it."""
+        self._met[self._key] = max(self._met[self._key], self._number + 1)
 
     def look(self) -> None:
         """Raise the error with which another rank has left, or that of a rank that has ended, or is stopped."""

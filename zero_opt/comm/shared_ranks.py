@@ -140,7 +140,8 @@ class SharedRanks:
         """End an exchange that still waits for a peer, with an error, and unmap all memory."""
         self.leave()
         self._own.close()
-        if self._reading.acquire(timeout=_ENDS_S):
+        # In a forked child, a thread that it does not have may hold the lock forever.
+        if self._reading.acquire(timeout=_ENDS_S if os.getpid() == self._pid else 0.0):
             for arena in (self._own, *(peer.arena for peer in self._peers.values())):
                 arena.unmap()
             self._failed.clear()
