@@ -60,8 +60,7 @@ class OverlappedReduction(GradReduction):
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
     slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, and ``_held`` those of
-    which earlier rounds are part of the sum, as far as this rank knows.
-    ``_owned`` has the parameters with a slice on this rank.
+    which earlier rounds are part of the sum, as far as this rank knows. ``_owned`` has those with a slice on this rank.
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
@@ -106,6 +105,7 @@ class OverlappedReduction(GradReduction):
         self._delivered: set[int] = set()  # but for those of the last round
         self._in_round: set[int] = set()  # delivered in it
         self._synced: set[bool] = set()  # of the backwards in this epoch
+        self._local: set[int] = set()  # whose gradient has begun afresh inside no_sync()
         self._sequence = 0
         self._unscaled: bool | None = None  # what GradScaler has been told
 
@@ -151,6 +151,8 @@ class OverlappedReduction(GradReduction):
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
                 if not self._sync:
+                    place = self._places[index]
+                    self._local |= {index} if place.param.grad is not place.consumed else set()
                     return
                 if begins or not self._fills:
                     self._open_round()
@@ -379,10 +381,7 @@ class OverlappedReduction(GradReduction):
             )
 
     def _take_plain(self) -> None:
-        """Take gradients that no synchronized backward delivered: set by hand, or left by ``no_sync`` beside one.
-
-        Also notice those that were dropped after the last backward.
-        """
+        """Take gradients that were set by hand or left by ``no_sync``; notice those dropped after the last backward."""
         if self._all_taken():
             return
         dropped = []
@@ -397,7 +396,8 @@ class OverlappedReduction(GradReduction):
                 continue
             if bucket not in self._active:
                 continue
-            if grad is not consumed and (index in self._delivered or index in self._in_round):
+            again = (index in self._delivered or index in self._in_round) and index not in self._local
+            if grad is not consumed and again:
                 raise GradientConflict(
                     f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
                     "reduces this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before "

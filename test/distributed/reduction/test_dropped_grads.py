@@ -49,7 +49,7 @@ def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> Non
 
 
 def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
-    """Gradients of a small parameter: backward, step, and drops (how: ``0`` by rank 0, ``a`` by all). What steps do."""
+    """Gradients of a small parameter: backward (``n``: inside no_sync()), step, and drops (``0``: by rank 0, ``a``: by all)."""
     param = torch.nn.Parameter(torch.zeros(4))
     reduction = zero_opt.Overlapped(exchange=exchange)
     optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=reduction)
@@ -57,6 +57,9 @@ def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
     for act in script:
         if act == "b":
             (param.sum() * (1 + rank)).backward()
+        elif act == "n":
+            with optimizer.no_sync():
+                (param.sum() * (1 + rank)).backward()
         elif act == "a" or (act == "0" and rank == 0):
             param.grad = None
         elif act == "z" or (act == "Z" and rank == 0):
@@ -120,7 +123,7 @@ def test_what_is_zeroed_where_it_has_been_used_is_refused_if_its_owner_has_not_u
 
 
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
-@pytest.mark.parametrize("script", ["b0bs", "bs0bs", "bs0s", "bZbs", "bsZbs", "bs0bbs"])
+@pytest.mark.parametrize("script", ["b0bs", "bs0bs", "bs0s", "bZbs", "bsZbs", "bs0bbs", "b0ns"])
 def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange: str) -> None:
     """Also where that rank owns the whole parameter, and where the sum is of backwards before the last step."""
     for said in run_processes(2, _play, script, exchange):
@@ -130,7 +133,15 @@ def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange:
 
 @pytest.mark.parametrize(
     ("script", "steps"),
-    [("babs", ["-1.5"]), ("bsabs", ["-1.5", "-1.5"]), ("bsbs", ["-1.5", "-3"]), ("bszbs", ["-1.5", "-1.5"])],
+    [
+        ("babs", ["-1.5"]),
+        ("bsabs", ["-1.5", "-1.5"]),
+        ("bsbs", ["-1.5", "-3"]),
+        ("bszbs", ["-1.5", "-1.5"]),
+        ("bans", ["-1.5"]),
+        ("banbs", ["-3"]),
+        ("bsbans", ["-1.5", "-1.5"]),
+    ],
 )
 def test_a_sum_that_all_ranks_begin_anew(script: str, steps: list[str]) -> None:
     assert run_processes(2, _play, script, "auto") == [steps, steps]
