@@ -224,7 +224,7 @@ class StateGuard:
             return None
         pending = isinstance(failure, (OutOfResources, StorageFailed, WorkerDied, WorkerFailed))
         error = StepFailed(
-            f"step {self.step - 1} failed there with {type(failure).__name__}: {failure}; parameters are the same on "
+            f"step {self.step - 1} failed with {type(failure).__name__}: {failure}; parameters are the same on "
             f"all ranks, but without a part of that step{'' if pending else ': load a checkpoint, or go on'}"
         )
         error.__cause__ = failure

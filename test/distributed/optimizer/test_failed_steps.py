@@ -99,7 +99,7 @@ def _fail(
         with pytest.raises(MemoryError, match="no more of it"):
             _train(model, optimizer, 2)
     elif not late:
-        with pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 2 failed there with MemoryError: no more of it"):
+        with pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 2 failed with MemoryError: no more of it"):
             _train(model, optimizer, 2)
     else:
         _train(model, optimizer, 2)
@@ -108,9 +108,9 @@ def _fail(
         _refuses(model.state_dict, "step 2 failed on rank 1, where")
         _refuses(model[1].state_dict, "step 2 failed on rank 1, where")
         if bucket:
-            _refuses(optimizer.flush, "step 2 failed there with MemoryError: no more of it")
+            _refuses(optimizer.flush, "step 2 failed with MemoryError: no more of it")
         else:  # or the next step says it
-            with pytest.raises(zero_opt.StepFailed, match="step 2 failed there with MemoryError: no more of it"):
+            with pytest.raises(zero_opt.StepFailed, match="step 2 failed with MemoryError: no more of it"):
                 _train(model, optimizer, 3)
         _refuses(model.state_dict, "step 2 failed on rank 1, where")
     _refuses(optimizer.consolidate_state_dict, "no more of it")
@@ -208,7 +208,7 @@ def test_each_rank_that_failed_raises_why_and_the_others_name_the_first() -> Non
     found = run_processes(4, _several, [1, 3])
     assert [message[:50] for message, _ in found[1::2]] == ["rank 1 grumbles", "rank 3 grumbles"]
     for message, _ in found[0::2]:
-        assert message.startswith("rank 1: step 1 failed there with ValueError: rank 1 grumbles; parameters are the")
+        assert message.startswith("rank 1: step 1 failed with ValueError: rank 1 grumbles; parameters are the")
     for _, after in found[1:]:
         assert_bitwise(after, found[0][1])
 
@@ -306,7 +306,7 @@ def _without_a_worker(rank: int, model: nn.Module, optimizer: Any, folder: Path,
             with pytest.raises(zero_opt.WorkerDied):
                 _train(model, optimizer, 2)
         elif not late:
-            with pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 2 failed there with WorkerDied"):
+            with pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 2 failed with WorkerDied"):
                 _train(model, optimizer, 2)
         else:
             _train(model, optimizer, 2)

@@ -221,7 +221,7 @@ def test_a_failure_is_told_once_and_stays_until_there_is_another_step() -> None:
     guard.note_failure(failure)
     guard.commit(step=4)
     told = guard.untold_failure()
-    assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed there with Mem" in str(told)
+    assert isinstance(told, StepFailed) and told.__cause__ is failure and "step 3 failed with Mem" in str(told)
     assert str(guard.untold_failure()) == str(told)  # they have raised another rank's error
     guard.note_told()
     assert guard.untold_failure() is None

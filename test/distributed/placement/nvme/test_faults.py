@@ -163,7 +163,7 @@ def _fails_on_one(rank: int, world_size: int, path: Path) -> Any:
 
     backward(params, 1, rank)
     os.preadv = preadv
-    told = pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 0 failed there with StorageFailed: reading")
+    told = pytest.raises(zero_opt.StepFailed, match=r"^rank 1: step 0 failed with StorageFailed: reading")
     with pytest.raises(zero_opt.StorageFailed, match=r"reading .* failed") if rank == 1 else told:
         optimizer.step()
     _asks(optimizer, rank)

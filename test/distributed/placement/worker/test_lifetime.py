@@ -101,7 +101,7 @@ def _fail_and_step_on(rank: int, world_size: int, folder: Path) -> Any:
         if rank == 1:
             patch.setattr(process, "_MAIN", broken)
             os.kill(worker_of(optimizer)._handles.child.pid, signal.SIGKILL)
-        message = "rank 1: step 3 failed there with WorkerDied"
+        message = "rank 1: step 3 failed with WorkerDied"
         with pytest.raises(zero_opt.WorkerDied) if rank == 1 else pytest.raises(zero_opt.StepFailed, match=message):
             train(optimizer, params, range(3, 4), rank)
     train(optimizer, params, range(4, 5), rank)
