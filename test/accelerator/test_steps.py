@@ -11,8 +11,10 @@ import zero_opt
 from test.accelerator import C, unavailable
 from test.accelerator.ranks import on_device, on_ranks
 from test.accelerator.runner import DEVICE
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
 from zero_opt.placement.in_process import placement
+from zero_opt.system.waiting import until
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -113,3 +115,48 @@ def test_buckets_are_stepped_together_to_the_same_bits(options: dict[str, Any]) 
             found.setdefault(numel, []).append(params)
     assert_bitwise(found[1], found[512])
     assert_bitwise(found[1], found[1 << 20])
+
+
+def _speculating(rank: int, dtype: torch.dtype, speculate: bool, drops: bool) -> tuple[float, list[torch.Tensor]]:
+    """Train in buckets of 512 elements; all steps but two wait until each is drafted.
+
+    Args:
+        drops: a second backward comes after the first, whose gradients are dropped; no step waits.
+    """
+    device = torch.device(DEVICE, rank)
+    params = [torch.nn.Parameter(torch.ones(512, device=device, dtype=dtype)) for _ in range(4)]
+    optimizer = zero_opt.ShardedOptimizer(
+        params,
+        torch.optim.AdamW,
+        lr=0.25,
+        fused=True,
+        reduction=zero_opt.Overlapped(bucket_mb=512 * dtype.itemsize / 2**20),
+        offload=zero_opt.WorkerOffload(speculate=speculate, threads=1),
+    )
+    placed: Any = optimizer._engine.placement  # type: ignore[union-attr]
+    for step in range(4):
+        for turn in range(1 + drops):
+            if turn:
+                optimizer.zero_grad()
+            grads = [torch.full_like(param, (1 + rank + i) * (1 + turn + step)) for i, param in enumerate(params)]
+            torch.autograd.backward(params, grads)
+        # The first step looks at the parameters, and reductions of the second may wait for it.
+        if speculate and step > 1 and not drops:
+            assert until(lambda: len(placed._drafts) == len(params), PATIENCE_S)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [param.detach().cpu() for param in params]
+    kept = optimizer.stats().get("worker/drafts_kept", 0.0)
+    optimizer.close()
+    return kept, found
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_begin_during_backward_to_the_same_bits(dtype: torch.dtype, drops: bool) -> None:
+    for run in (on_ranks, lambda fn: [on_device(lambda: fn(0))]):
+        drafted = run(lambda rank: _speculating(rank, dtype, True, drops))
+        plain = run(lambda rank: _speculating(rank, dtype, False, drops))
+        for (kept, ours), (_, expected) in zip(drafted, plain, strict=True):
+            assert drops or kept >= 2 * 4
+            assert_bitwise(ours, expected)

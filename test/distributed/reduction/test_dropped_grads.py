@@ -49,7 +49,7 @@ def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> Non
 
 
 def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
-    """Gradients of a small parameter: backward (``n``: inside no_sync()), step, and drops (``0``: by rank 0, ``a``: by all)."""
+    """Play backward (``n``: inside no_sync()), step and drops (``0``: of rank 0, ``a``: of all) of a small one."""
     param = torch.nn.Parameter(torch.zeros(4))
     reduction = zero_opt.Overlapped(exchange=exchange)
     optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=reduction)

@@ -16,8 +16,12 @@ A GradScaler multiplies by one over the loss scale, which seldom changes: fp32 g
 by that of the last two steps, and the product is rounded once either way. Speculation is each rank's own: what it
 decides by is either local or the same on all ranks.
 
+The shard of a bucket on an accelerator is copied to the arena as soon as it is reduced, on the side stream; a thread
+waits for the copy, and submits the draft then. What was not copied by ``step()`` is copied there.
+
 Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
-the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was.
+the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was. On an
+accelerator the norm is made there.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ from ...kernels.updates import StepHypers
 from ...policies import WorkerOffload
 from ...reduction.interface import GradShard, used_params
 from ...sharding.buckets import GradBucket
+from ...system.background_thread import SerialThread
+from ...system.devices import is_host
 from ...system.extension import native
 from ..state_shard import Kept
 from .arena_shard import ArenaShard
@@ -125,6 +131,9 @@ class SpeculativePlacement(WorkerPlacement):
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
         self._drafts: dict[int, _Draft] = {}
         self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
+        # By bucket on an accelerator: a token while its copy is on its way, to be drafted; and who waits for it.
+        self._coming: dict[int, object] = {}
+        self._waits = SerialThread("zero_opt drafts")
         self._asked = self._sums = False  # for sums: since the last step, in the one before
         self._as_zero = native.flushes_denormals()
         self._scaled: dict[int, list[float]] = {}
@@ -151,6 +160,7 @@ class SpeculativePlacement(WorkerPlacement):
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         with self._lock:
             self._void()
+            self._await_copies()
             super()._extend(shards)
 
     def close(self) -> None:
@@ -158,6 +168,7 @@ class SpeculativePlacement(WorkerPlacement):
             for shard in self._shards.values():
                 shard.bucket.reader = None
             self._void()
+        self._waits.close()
         super().close()
 
     # -- during backward ----------------------------------------------------------------------------------------------
@@ -169,7 +180,12 @@ class SpeculativePlacement(WorkerPlacement):
             self._scaled[index] = []
             self._rounds[index] = self._rounds.get(index, 0) + 1
             shard = self._banked(index)
-            if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or not self._at_home(shard):
+            if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or self._pending is not None:
+                return
+            if not is_host(bucket.device):
+                self._fetch(shard)
+                return
+            if not self._at_home(shard):
                 return
             if self._sums:
                 self._sum(shard)
@@ -182,9 +198,27 @@ class SpeculativePlacement(WorkerPlacement):
         return shard
 
     def _at_home(self, shard: ArenaShard) -> bool:
-        """Whether the worker can read the gradient, and has no step of it to make."""
+        """Whether the worker can read the gradient where it was reduced."""
         bucket = shard.bucket
-        return self._pending is None and shard.grads_in_arena and bucket.shard.data_ptr() == bucket.in_arena.data_ptr()
+        return shard.grads_in_arena and bucket.shard.data_ptr() == bucket.in_arena.data_ptr()
+
+    def _fetch(self, shard: BankedShard) -> None:
+        """Let a gradient leave an accelerator, to be drafted when it has arrived."""
+        bucket = shard.bucket
+        if self._may(shard):
+            with torch.no_grad(), bucket.streams.side([], []):
+                shard.take_grads(bucket.slice_grads())
+                self._note_copies([shard])
+            token = self._coming[bucket.layout.index] = object()
+            self._waits.submit(self._draft_arrived, shard, token, [*self._copies])
+
+    def _draft_arrived(self, shard: BankedShard, token: object, copies: Sequence[Any]) -> None:
+        """Draft a bucket's step once copies to and from the arena are over, unless the gradient has changed since."""
+        for event in copies:
+            event.synchronize()
+        with self._lock:
+            if self._coming.get(shard.bucket.layout.index) is token:
+                self._draft(shard)
 
     def _may(self, shard: ArenaShard) -> bool:
         """Whether a draft can be the step, as far as can be seen."""
@@ -239,6 +273,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def rewrites(self, bucket: GradBucket) -> None:
         with self._lock:
+            self._coming.pop(bucket.layout.index, None)
             if bucket.layout.index in self._drafts or bucket.layout.index in self._summed:
                 self._void()
 
@@ -251,7 +286,7 @@ class SpeculativePlacement(WorkerPlacement):
             if draft is not None and factors != [draft.step.unscale]:
                 self._void()
                 draft = None
-        if draft is not None:
+        if draft is not None and is_host(bucket.device):  # the worker may still read what is multiplied
             try:
                 self._worker.wait_drafts(draft.drafted)
             except ZeroOptError:  # for step() to say, where the other ranks hear of it
@@ -260,6 +295,7 @@ class SpeculativePlacement(WorkerPlacement):
 
     def _void(self) -> None:
         """Let no draft count, and no sums; what the worker still writes is not read."""
+        self._coming.clear()
         if self._drafts or self._summed:
             self._worker.control.void_drafts()
             self._drafts.clear()
@@ -278,6 +314,7 @@ class SpeculativePlacement(WorkerPlacement):
             self._as_zero = native.flushes_denormals()
             self._flushes = self._flush_denormals or self._as_zero
             self._sums, self._asked = self._asked, False
+            self._coming.clear()
             used = {shard.bucket: Used(self._shards[shard.bucket], shard.with_grad) for shard in grads}
             drafted = {index: one for index, one in used.items() if one.positions and index in self._drafts}
             if not all(self._was_drafted(one, groups, grad_scale) for one in drafted.values()):
