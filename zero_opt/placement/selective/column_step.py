@@ -1,50 +1,35 @@
-"""One Adam step of selected columns, on the device where their parameter is."""
+"""One Adam step of selected columns, on the device where their parameters are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...kernels import AdamUpdate
-from ...kernels.adam_state import MAXIMUM
-from ...kernels.checks import GRAD_DTYPES
-from ...kernels.functions import ADAM, adam_hypers
 
 
-def step_selected(
-    arrays: Mapping[str, Tensor],
-    grad: Tensor,
-    number: float,
-    group: Mapping[str, Any],
-    grad_scale: float,
-    update: Callable[..., int],
-) -> None:
+def step_selected(updates: Sequence[AdamUpdate], grad_scale: float, update: Callable[..., Any]) -> None:
     """Step by the native kernel in host memory, elsewhere by torch's fused one.
 
     Args:
-        arrays: "param", the master, and moments; fp32, as large as the gradient.
-        number: of the step. update: :func:`adam_update_` with the user's options.
+        updates: with the same hyperparameters, on one device. update: :func:`adam_update_` with the user's options.
     """
-    amsgrad, hypers = bool(group["amsgrad"]), adam_hypers(group)
-    used = {role: arrays[role] for role in ("param", *ADAM.roles(group))}
-    if grad.is_cpu:
-        taken = grad if grad.dtype in GRAD_DTYPES else grad.float()
-        named = AdamUpdate(name="selected columns", hypers=hypers, step=number, grad=taken, **used)
-        update([named], grad_scale=grad_scale)
+    if all(each.param.is_cpu for each in updates):
+        update(updates, grad_scale=grad_scale)
         return
-    options = asdict(hypers)
+    options = asdict(updates[0].hypers)
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
+    largest = [each.max_exp_avg_sq for each in updates if each.max_exp_avg_sq is not None]
     kernel(
-        [used["param"]],
-        [grad.float().mul_(grad_scale)],
-        [used["exp_avg"]],
-        [used["exp_avg_sq"]],
-        [used[MAXIMUM]] if amsgrad else [],
-        [torch.tensor(number, dtype=torch.float32, device=grad.device)],
-        amsgrad=amsgrad,
+        [each.param for each in updates],
+        [each.grad.float() * grad_scale for each in updates],
+        [each.exp_avg for each in updates],
+        [each.exp_avg_sq for each in updates],
+        largest,
+        [torch.tensor(each.step, dtype=torch.float32, device=each.param.device) for each in updates],
+        amsgrad=bool(largest),
         **options,
     )
