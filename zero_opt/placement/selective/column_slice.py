@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...kernels import AdamHypers, AdamUpdate
 from ...kernels.adam_state import follow_param, new_state
 from ...kernels.checks import GRAD_DTYPES
-from ...kernels.functions import ADAM
+from ...kernels.functions import ADAM, adam_hypers
 from ...layout import ParamSlice
 from ...policies import AdamState
 from ...sharding.flat_param import FlatParam, own_writes
@@ -73,8 +74,9 @@ class ColumnSlice(FollowedParams):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def read_param(self) -> None:
-        """Let masters follow what the user has written to the parameter."""
+    def begin_step(self) -> None:
+        """Let masters follow what the user has written to the parameter, and the state be shown anew."""
+        self.shown.forget()
         self.flat.load()
         if not self.to_read(0):
             return
@@ -91,7 +93,7 @@ class ColumnSlice(FollowedParams):
         taken, number = self._take(grad), self.steps + self.gathered + 1
         arrays = {role: self.selected[role] for role in ("param", *roles)}
         taken = taken if taken.dtype in GRAD_DTYPES else taken.float()
-        return AdamUpdate(name=self.flat.label, hypers=hypers, step=number, grad=taken, **arrays)
+        return AdamUpdate(name="selected columns", hypers=hypers, step=number, grad=taken, **arrays)
 
     def gather(self, grad: Tensor, grad_scale: float) -> None:
         """Let a gradient of the slice, 1-D, wait for the columns that are not selected, and count it."""
@@ -137,7 +139,7 @@ class ColumnSlice(FollowedParams):
         return {role: self.flat_grad(0, value) for role, value in roles.items()}
 
     def select(self, chosen: Tensor) -> None:
-        """Select other columns, and move state there and back; :meth:`read_param` comes before.
+        """Select other columns, and move state there and back; :meth:`begin_step` comes before.
 
         Raises:
             StorageFailed: the inner placement has it in a file that cannot be read or written; nothing was.
@@ -193,7 +195,39 @@ class ColumnSlice(FollowedParams):
                 self.gathered = int(saved[WINDOW].reshape(-1)[4])
             self.steps -= self.gathered if chosen.numel() else 0
         self._take_selected(chosen)
+        self.shown.forget()
         self.follow(0)
+
+
+def step_selected(
+    used: Sequence[tuple[ColumnSlice, Tensor]],
+    group: Mapping[str, Any],
+    grad_scale: float,
+    update: Callable[..., Any],
+) -> None:
+    """Step selected columns, in host memory by the native kernel, elsewhere by torch's fused one.
+
+    Args:
+        used: slices of one bucket with their gradients, 1-D. update: :func:`adam_update_` with the user's options.
+    """
+    hypers, roles = adam_hypers(group), ADAM.roles(group)
+    updates = [found.update(grad, hypers, roles) for found, grad in used]
+    if updates[0].param.is_cpu:
+        update(updates, grad_scale=grad_scale)
+        return
+    options = asdict(hypers)
+    kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
+    largest = [each.max_exp_avg_sq for each in updates if each.max_exp_avg_sq is not None]
+    kernel(
+        [each.param for each in updates],
+        [each.grad.float() * grad_scale for each in updates],
+        [each.exp_avg for each in updates],
+        [each.exp_avg_sq for each in updates],
+        largest,
+        [torch.tensor(each.step, dtype=torch.float32, device=each.param.device) for each in updates],
+        amsgrad=bool(largest),
+        **options,
+    )
 
 
 def write_selected(slices: Iterable[ColumnSlice]) -> None:

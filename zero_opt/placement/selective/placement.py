@@ -17,16 +17,14 @@ from torch import Tensor
 from ...comm.groups import Group
 from ...errors import ConfigConflict, StepPending, ZeroOptError
 from ...kernels import adam_update_
-from ...kernels.functions import ADAM, adam_hypers
+from ...kernels.functions import ADAM
 from ...policies import Selective
 from ...reduction.interface import GradShard, ParamsByBucket, merged, used_params
 from ...sharding.buckets import GradBucket
-from ...system.failures import on_failure
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
 from ..native_rules import WINDOW, new_roles, require_fitting, say_without_masters
-from .column_slice import ColumnSlice, is_trusted, write_selected
-from .column_step import step_selected
+from .column_slice import ColumnSlice, is_trusted, step_selected, write_selected
 from .columns import is_matrix, square_sums
 from .schedule import NEVER, Schedule, select_columns, selected_count
 
@@ -79,10 +77,8 @@ class SelectivePlacement(Placement):
         added = new_roles("Selective", ADAM, groups, self._roles)
         if any(added) and self._inner.pending:
             raise ConfigConflict("amsgrad cannot be switched on while a step is pending; call opt.flush() before that")
-        before = self._roles
-        with on_failure(partial(setattr, self, "_roles", before)):
-            self._roles = [(*roles, *more) for roles, more in zip(before, added, strict=True)]
-            self._inner.make_room(groups)
+        self._inner.make_room(groups)
+        self._roles = [(*roles, *more) for roles, more in zip(self._roles, added, strict=True)]
         self._load_slices({i: {} for i, found in self._slices.items() if added[found.group] and not found.stepped})
 
     def drop_groups(self, kept: int) -> None:
@@ -180,25 +176,20 @@ class SelectivePlacement(Placement):
         self._roles = [ADAM.roles(group) for group in groups]
         self._inner.load({}, groups)
         self._load_slices({index: states.get(index, {}) for index in self._slices})
-        without = 0
-        for index, column_slice in self._slices.items():
-            saved = states.get(index, {})
+        for index, saved in states.items():
             if "master" in saved:
-                column_slice.distrust(0)
-            without += bool(saved) and column_slice.param_dtype is not torch.float32 and "master" not in saved
-            column_slice.shown.forget()
-        say_without_masters(without)
+                self._slices[index].distrust(0)
+        loaded = [(saved.keys(), self._slices[index].home.keys()) for index, saved in states.items() if saved]
+        say_without_masters(sum("master" in home - given for given, home in loaded))
         all_params = {index: bucket.layout.params for index, bucket in self._buckets.items()}
         self._waiting = self._those(all_params, matrices=True) if self._schedule.in_window else {}
 
     def _resume_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
-        mine = [0.0, 0.0, 0.0, NEVER, 0.0]  # whether the position is known, and the position
-        for saved in states.values():
-            if is_trusted(saved) and WINDOW in saved:
-                mine = [1.0, *saved[WINDOW].tolist()[:4]]
-                break
-            mine[1] = max(mine[1], float(saved.get("step", 0.0)))
+        # Whether the position is known, and the position.
+        known = [[1.0, *saved[WINDOW].tolist()[:4]] for saved in states.values() if is_trusted(saved)]
+        done = max((float(saved.get("step", 0.0)) for saved in states.values()), default=0.0)
+        mine = max([[0.0, done, 0.0, NEVER, 0.0], *known])
         told = self._group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         _, *position = max(part.tolist() for part in told)
         self._schedule.resume(position)
@@ -276,12 +267,10 @@ class SelectivePlacement(Placement):
     ) -> Iterator[int]:
         closes, left = self._schedule.closes, deque(self._updated)
         self._schedule.stepped()  # also where the step fails: the other ranks count it
-        for column_slice in self._slices.values():
-            column_slice.shown.forget()
         for _ in self.bring_in():
             pass
         for index, column_slice in self._slices.items():
-            column_slice.read_param()
+            column_slice.begin_step()
             if index in self._chosen and not torch.equal(self._chosen[index], column_slice.chosen):
                 column_slice.select(self._chosen[index])
                 self._inner.repoint([index])  # masters that it does not show follow the parameter
@@ -304,9 +293,7 @@ class SelectivePlacement(Placement):
         """Step the selected columns of slices of one bucket, which are of one param group; the gradients wait."""
         stepped = [(found, grad) for found, grad in used if found.selected]
         if stepped:
-            group = groups[stepped[0][0].group]
-            hypers, roles = adam_hypers(group), ADAM.roles(group)
-            step_selected([found.update(grad, hypers, roles) for found, grad in stepped], grad_scale, self._update)
+            step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
         for found, grad in used:
             found.gather(grad, grad_scale)
         overwritten = closes and not self._delay

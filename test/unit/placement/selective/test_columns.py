@@ -76,7 +76,7 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
         saved = {key: found.shaped(value, 0) for key, value in values.items()}
         found.load({}, found.state_at_home(saved, MOMENTS), torch.empty(0, dtype=torch.int64))
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
-            found.read_param()
+            found.begin_step()
             found.select(torch.tensor(sorted(chosen), dtype=torch.int64))
             for key, value in values.items():
                 assert_bitwise(found.value(key).reshape(-1), found.shaped(value, 0).reshape(-1))
