@@ -40,7 +40,7 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size) -> str | None:
     """What is wrong with the state of a parameter of this shape that was stepped by columns; None if it fits."""
     for key, (_, wanted) in column_places(shape).items():
         value: Any = state.get(key)
-        if (key in state or key != WAITING) and not _fits(value, wanted):
+        if (key in state or key != WAITING) and not _can_be(value, wanted):
             given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else quoted(value)
             return f"state {key!r} must be a bool or floating-point tensor of shape {tuple(wanted)}, got {given}"
     if type(state[WINDOW]) is not Tensor:  # a DTensor, of which this rank may have no part
@@ -51,7 +51,7 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size) -> str | None:
     return f"state {WINDOW!r} is {numbers}, no position between selections"
 
 
-def _fits(value: Any, shape: torch.Size) -> bool:
+def _can_be(value: Any, shape: torch.Size) -> bool:
     """Whether it is of this shape, and torch compares its elements.
 
     Loads of plain optimizers make floating-point numbers of bools.

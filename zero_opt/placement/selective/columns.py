@@ -6,6 +6,8 @@ then of the next, and a row is complete once each has had its turn. A slice of a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,8 +38,9 @@ def _row(flat: FlatParam) -> tuple[int, int]:
 def places_of(chosen: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     """Where in a slice the elements of some columns lie, ascending, on the parameter's device."""
     (start, stop), (total, inner) = piece.in_param, _row(flat)
-    in_row = (chosen[:, None] * inner + torch.arange(inner, device="cpu")).view(-1)
-    rows = torch.arange(start // (total * inner), -(-stop // (total * inner)), device="cpu") * total * inner
+    width, numbers = total * inner, partial(torch.arange, dtype=torch.int64, device="cpu")
+    in_row = (chosen[:, None] * inner + numbers(inner)).view(-1)
+    rows = numbers(start // width, -(-stop // width)) * width
     places = (rows[:, None] + in_row).view(-1) - start
     return places[(places >= 0) & (places < stop - start)].to(flat.param.device)
 
