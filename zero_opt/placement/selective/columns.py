@@ -41,8 +41,9 @@ def places_of(chosen: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     width, numbers = total * inner, partial(torch.arange, dtype=torch.int64, device="cpu")
     in_row = (chosen[:, None] * inner + numbers(inner)).view(-1)
     rows = numbers(start // width, -(-stop // width)) * width
-    places = (rows[:, None] + in_row).view(-1) - start
-    return places[(places >= 0) & (places < stop - start)].to(flat.param.device)
+    in_param = (rows[:, None] + in_row).view(-1)
+    first, last = torch.searchsorted(in_param, torch.tensor([start, stop], dtype=torch.int64, device="cpu")).tolist()
+    return (in_param[first:last] - start).to(flat.param.device)
 
 
 def square_sums(run: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
@@ -53,6 +54,8 @@ def square_sums(run: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     lead = piece.in_param.start % inner  # every part begins where the slice does, in the same column
     first = piece.in_param.start // inner % total
     for part in torch.split(run, rows * total * inner):
-        squares = pad(part.double().square_(), (lead, -(lead + part.numel()) % inner)).view(-1, inner).sum(1)
+        squares = part.double().square_()
+        if inner > 1:
+            squares = pad(squares, (lead, -(lead + part.numel()) % inner)).view(-1, inner).sum(1)
         sums += pad(squares, (first, -(first + squares.numel()) % total)).view(-1, total).sum(0)
     return sums.cpu()

@@ -7,7 +7,7 @@ nothing of selection: of selected columns, what it makes is overwritten. What is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -276,40 +276,45 @@ class SelectivePlacement(Placement):
                 self._inner.repoint([index])  # masters that it does not show follow the parameter
         self._chosen = {}
         self._waiting = merged(self._waiting, self._those(used_params(grads), matrices=True))
-        for shard in grads:
-            self._step_selected(self._used(shard), groups, grad_scale, closes)
-        for bucket in self._close_window(groups) if closes else ():
+        for bucket in self._written_over(self._stepped(grads, groups, grad_scale, closes)):
             while left and left[0] <= bucket:
                 yield left.popleft()
         yield from left
 
-    def _step_selected(
+    def _stepped(
         self,
-        used: Sequence[tuple[ColumnSlice, Tensor]],
-        groups: Sequence[Mapping[str, Any]],
+        grads: Sequence[GradShard],
+        groups: Sequence[MutableMapping[str, Any]],
         grad_scale: float,
         closes: bool,
-    ) -> None:
-        """Step the selected columns of slices of one bucket, which are of one param group; the gradients wait."""
-        stepped = [(found, grad) for found, grad in used if found.selected]
-        if stepped:
-            step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
-        for found, grad in used:
-            found.gather(grad, grad_scale)
+    ) -> Iterator[int]:
+        """Step selected columns and, if the window closes, the others; yields the buckets of which these are updated.
+
+        What the inner placement overwrites at once is not written before.
+        """
         overwritten = closes and not self._delay
-        write_selected(found for found, _ in stepped if not (overwritten and found.gathered))
+        for shard in grads:
+            used = self._used(shard)
+            stepped = [(found, grad) for found, grad in used if found.selected]
+            if stepped:  # of one bucket, which are of one param group
+                step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
+            for found, grad in used:
+                found.gather(grad, grad_scale)
+            write_selected(found for found, _ in stepped if not (overwritten and found.gathered))
+        if closes:
+            yield from self._close_window(groups)
 
     def _close_window(self, groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
         """Let the inner placement step what waits; yields the buckets of which that is in the parameters."""
         self._arriving, self._waiting = self._waiting, {}
         means = []
         for bucket, home in self._buckets.items():
-            found = [self._slices[piece.param] for piece in home.slices]
-            for column_slice in found:
-                self._inner.step_by_mean_of(column_slice.index, max(column_slice.gathered, 1))
-            grads = [column_slice.take_mean() for column_slice in found]
+            slices = [self._slices[piece.param] for piece in home.slices]
+            for found in slices:
+                self._inner.step_by_mean_of(found.index, max(found.gathered, 1))
+            grads = [found.take_mean() for found in slices]
             means.append(GradShard(bucket, home.slices, grads, self._arriving.get(bucket, ())))
-        yield from self._written_over(self._inner.step(means, groups, 1.0))
+        yield from self._inner.step(means, groups, 1.0)
         if not self._delay:
             self._arriving = {}
 
@@ -317,15 +322,11 @@ class SelectivePlacement(Placement):
         """The buckets that the inner placement has updated, with selected columns over what it has made of them."""
         try:
             for bucket in updated:
-                self._write_selected(self._arriving.get(bucket, ()))
+                write_selected(self._slices[i] for i in self._arriving.get(bucket, ()) if i in self._slices)
                 yield bucket
         except BaseException:  # of other buckets it may have stepped a part
-            for params in self._arriving.values():
-                self._write_selected(params)
+            write_selected(self._slices.values())
             raise
-
-    def _write_selected(self, params: Iterable[int]) -> None:
-        write_selected(self._slices[index] for index in params if index in self._slices)
 
     def bring_in(self) -> Iterator[int]:
         for column_slice in self._slices.values() if self.pending else ():
