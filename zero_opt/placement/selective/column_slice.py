@@ -50,7 +50,7 @@ class ColumnSlice(FollowedParams):
         self.index, self.group, self.flat = piece.param, piece.group, flat
         self.total, self.is_matrix = columns_of(flat.shape), is_matrix(flat.shape)
         self.home: ParamState = {}
-        self.chosen = self.places = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.chosen, self.places = schedule.first_columns(flat.shape), torch.empty(0, dtype=torch.int64, device="cpu")
         self.selected: dict[str, Tensor] = {}
         self.steps, self.gathered, self.stepped = 0.0, 0, False
         self.waiting = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -180,12 +180,12 @@ class ColumnSlice(FollowedParams):
             state[key] = self.shaped(state[key], 0)
         return state
 
-    def load(self, saved: Mapping[str, Any], home: ParamState, chosen: Tensor) -> None:
+    def load(self, saved: Mapping[str, Any], home: ParamState) -> None:
         """Replace the state; an empty one makes it new. The inner placement has :meth:`state_at_home` already.
 
-        Args:
-            chosen: the selected columns, if the state does not say so itself.
+        What is selected stays so, unless the state says what is.
         """
+        chosen = self.chosen
         self.home, self.stepped = home, bool(saved)
         self.steps, self.gathered = float(saved.get("step", 0.0)), 0
         if self.is_matrix and is_trusted(saved):

@@ -26,7 +26,7 @@ from ..masters import slices_of
 from ..native_rules import WINDOW, new_roles, require_fitting, say_without_masters
 from .column_slice import ColumnSlice, is_trusted, step_selected, write_selected
 from .columns import is_matrix, square_sums
-from .schedule import NEVER, Schedule, select_columns, selected_count
+from .schedule import NEVER, Schedule, select_columns
 
 
 class SelectivePlacement(Placement):
@@ -163,7 +163,7 @@ class SelectivePlacement(Placement):
             saved = {} if state is None else dict(state)
             roles = self._roles[column_slice.group]
             require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
-            self._load_slices({index: saved}, column_slice.chosen)
+            self._load_slices({index: saved})
         return state is not shown
 
     def param_of(self, index: int) -> Tensor:
@@ -175,6 +175,8 @@ class SelectivePlacement(Placement):
         self._arriving = {}
         self._roles = [ADAM.roles(group) for group in groups]
         self._inner.load({}, groups)
+        for found in self._slices.values():
+            found.chosen = self._schedule.first_columns(found.flat.shape)
         self._load_slices({index: states.get(index, {}) for index in self._slices})
         for index, saved in states.items():
             if "master" in saved:
@@ -194,23 +196,14 @@ class SelectivePlacement(Placement):
         _, *position = max(part.tolist() for part in told)
         self._schedule.resume(position)
 
-    def _load_slices(self, states: Mapping[int, Mapping[str, Any]], chosen: Tensor | None = None) -> None:
-        """Replace the states of slices; an empty one makes it new.
-
-        Args:
-            chosen: the selected columns, if a state does not say so itself. Without them, none; the first ones of a
-                new state, if columns are selected by now.
-        """
+    def _load_slices(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace the states of slices; an empty one makes it new."""
         for index, saved in states.items():
             found = self._slices[index]
             self._inner.adopt_state(index, found.state_at_home(saved, self._roles[found.group]))
         homes = dict(self._inner.state())
         for index, saved in states.items():
-            found, selecting = self._slices[index], not saved and self._schedule.since_selection >= 0
-            ratio = self._policy.topk_ratio if selecting else 0.0
-            count = selected_count(ratio, found.total) if found.is_matrix else 1
-            first = torch.arange(count, dtype=torch.int64, device="cpu")
-            found.load(saved, homes[index], first if chosen is None else chosen)
+            self._slices[index].load(saved, homes[index])
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...policies import Selective
+from .columns import is_matrix
 
 # Of ``update_interval="auto"``.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
@@ -63,6 +64,12 @@ class Schedule:
         self.done, self.in_window = self.done + 1, 0 if self.closes else self.in_window + 1
         if self.since_selection >= 0:
             self.since_selection += 1
+
+    def first_columns(self, shape: torch.Size) -> Tensor:
+        """What is selected of a new parameter: none before others have columns selected; what is no matrix, always."""
+        ratio = 0.0 if self.since_selection < 0 else self.policy.topk_ratio
+        count = selected_count(ratio, shape[-1]) if is_matrix(shape) else 1
+        return torch.arange(count, dtype=torch.int64, device="cpu")
 
     def position(self) -> tuple[int, int, int, int]:
         """The schedule's state, as numbers."""

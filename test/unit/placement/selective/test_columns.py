@@ -74,7 +74,7 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
         if dtype is not torch.float32:
             values["master"] = run.float() * (1 + 2**-12)
         saved = {key: found.shaped(value, 0) for key, value in values.items()}
-        found.load({}, found.state_at_home(saved, MOMENTS), torch.empty(0, dtype=torch.int64))
+        found.load({}, found.state_at_home(saved, MOMENTS))
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
             found.begin_step()
             found.select(torch.tensor(sorted(chosen), dtype=torch.int64))
