@@ -224,7 +224,7 @@ def step_selected(
         [each.exp_avg for each in updates],
         [each.exp_avg_sq for each in updates],
         largest,
-        [torch.tensor(each.step, dtype=torch.float32, device=each.param.device) for each in updates],
+        [torch.full((), each.step, dtype=torch.float32, device=each.param.device) for each in updates],
         amsgrad=bool(largest),
         **options,
     )
