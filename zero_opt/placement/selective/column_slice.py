@@ -65,6 +65,11 @@ class ColumnSlice(FollowedParams):
         return mask
 
     @property
+    def waits(self) -> bool:
+        """Whether gradients wait for columns that are not selected."""
+        return self.chosen.numel() < self.total
+
+    @property
     def counts(self) -> Tensor:
         """How many gradients each column of the parameter has been stepped by, fp32.
 
@@ -98,7 +103,7 @@ class ColumnSlice(FollowedParams):
     def gather(self, grad: Tensor, grad_scale: float) -> None:
         """Let a gradient of the slice, 1-D, wait for the columns that are not selected, and count it."""
         self.stepped = True
-        if self.chosen.numel() == self.total:
+        if not self.waits:
             self.steps += 1
             return
         term = grad.to(HOST)
@@ -112,16 +117,20 @@ class ColumnSlice(FollowedParams):
             self.waiting.copy_(term)
         self.gathered += 1
 
-    def take_mean(self) -> Tensor | None:
-        """The mean of the gradients that wait, for a step at home; they wait no more."""
+    def take_mean(self, divisor: int) -> Tensor | None:
+        """The gradients that wait, for a step at home: their mean, or the sum if that divides by their number.
+
+        They wait no more.
+        """
         if not self.gathered:
             return None
         # The number of the step is rounded to fp32, from which 1 can be taken exactly.
         number = torch.tensor((self.steps + self.gathered) / self.gathered, dtype=torch.float32, device="cpu")
         self.home["step"].copy_(number - 1)
-        mean = self.waiting.div_(self.gathered)
+        if divisor != self.gathered:
+            self.waiting.div_(self.gathered)
         self.steps, self.gathered = self.steps + self.gathered, 0
-        return self.shaped(mean, 0)
+        return self.shaped(self.waiting, 0)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

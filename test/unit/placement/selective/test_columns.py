@@ -91,10 +91,11 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
                 found.gather(torch.ones(run.numel()), 1.0)
             assert found.gathered == window * waits
             assert found.counts.tolist() == [steps + window * (column in chosen) for column in range(total)]
-            mean = found.take_mean()
+            divisor = data.draw(st.sampled_from([1, window]))
+            mean = found.take_mean(divisor)
             assert (mean is not None) == waits
             if mean is not None:
-                assert_bitwise(mean.reshape(-1), torch.ones(run.numel()))
+                assert_bitwise(mean.reshape(-1), torch.full((run.numel(),), float(divisor)))
                 assert found.home["step"] == torch.tensor((steps + window) / window, dtype=torch.float32) - 1
             steps += window
             assert found.counts.tolist() == [steps] * total
