@@ -107,7 +107,6 @@ BUILTIN_ERRORS: Mapping[str, set[str]] = {
     "placement.nvme.state_file": {"OSError"},  # becomes StorageFailed
     "placement.compact_state": {"KeyError"},  # of a mapping
     "placement.read_through": {"KeyError"},  # of a mapping
-    "placement.selective.column_state": {"KeyError"},  # of a mapping
     "state.state_dict": {"KeyError"},  # becomes StateDictError
     "system.background_thread": {"RuntimeError"},  # what Python raises of itself where threads start at exit
     "system.shared_memory": {"OSError"},  # answered by whoever maps memory

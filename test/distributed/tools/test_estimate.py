@@ -237,15 +237,16 @@ def held(config: Config, opt: zero_opt.ShardedOptimizer, params: nn.ParameterLis
 
 def held_by_columns(placement: Any) -> dict[str, int]:
     """What is shown as state is put together when it is read; here is what it is put together from."""
-    states = [state for part in (placement._inner, placement._small) for _, state in part.state()]
+    states = [state for _, state in placement._inner.state()]
     slices = placement._slices.values()
     compact = [found.selected for found in slices]
     return {
         "state": nbytes(value for state in states for value in state.values())
         + nbytes(value for state in compact for key, value in state.items() if key != "param"),
         "selected masters": nbytes(state["param"] for state in compact if state),
-        "means": sum(home.shard_nbytes for home in placement._homes.values()),
-        "columns": sum(found.columns.nbytes for found in slices),
+        "means": sum(home.shard_nbytes for home in placement._buckets.values()),
+        "columns": nbytes(found.chosen for found in slices),
+        "places": nbytes(found.places for found in slices),
     }
 
 
@@ -284,6 +285,7 @@ def compare(config: Config, estimated: Estimate, found: dict[str, int]) -> None:
         told["selected masters"] = rows.get("selected columns", 0)
         told["means"] = rows.get("means of gradients", 0)
         told["columns"] = rows.get("columns", 0)
+        told["places"] = rows.get("places of selected columns", 0)
     if config.dtype is not torch.float32:
         told["state"] += estimated.nbytes("masters") - told.get("selected masters", 0)  # shown there too
     assert told == {**dict.fromkeys(told, 0), **found}, config

@@ -14,16 +14,14 @@ from ...kernels.functions import ADAM
 from ...layout import ParamSlice
 from ...policies import Selective
 from ...sharding.buckets import GradBucket
-from ...sharding.flat_param import FlatParam
 from ...system.log import log
-from ..in_process.policy import add_slice
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..native_rules import ADAM_CLASSES, check_groups, check_params, check_state
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
 from .column_state import column_places
-from .columns import is_matrix, neighbors_in_column
-from .placement import SelectivePlacement, home_buckets
+from .columns import columns_of, is_matrix
+from .placement import SelectivePlacement, home_bucket
 from .schedule import selected_count
 
 
@@ -59,21 +57,19 @@ class SelectivePolicy(PlacementPolicy):
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups, ADAM_CLASSES)
 
-    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:
-        if is_matrix(param):
-            check_state(index, state, ADAM)
+    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        check_state(index, state, ADAM)
 
     def loadable(self, states: ParamStates) -> ParamStates:
         return states
 
     def column_places(self, param: Tensor) -> Mapping[str, tuple[Tensor, torch.Size]]:
-        return column_places(param) if is_matrix(param) else {}
+        return column_places(param.shape) if is_matrix(param.shape) else {}
 
     def build(self, group: Group) -> SelectivePlacement:
-        home, inputs = self._inner, self.inputs
-        built = home.build(group)
+        home = self._inner
         return SelectivePlacement(
-            self._selective, built, group, inputs.optimizer_class, inputs.defaults, home.delay, home.threads
+            self._selective, home.build(group), group, self.inputs.defaults, home.delay, home.threads
         )
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -82,24 +78,21 @@ class SelectivePolicy(PlacementPolicy):
         tally = reduced_gradients(buckets)
         for bucket in buckets:
             for piece, flat in zip(*slices_of(bucket), strict=True):
-                if is_matrix(flat.param):
-                    self._add_columns(tally, piece, flat, ADAM.roles(inputs.hypers[piece.group]))
-                else:
-                    add_slice(tally, inputs, piece, flat, DEVICE, self.stepped_as(flat.param)[0])
-        for (kind, where, name), nbytes in self._inner.memory(home_buckets(buckets), inputs).items():
+                self._add_columns(tally, piece, flat.shape, ADAM.roles(inputs.hypers[piece.group]))
+        for (kind, where, name), nbytes in self._inner.memory(list(map(home_bucket, buckets)), inputs).items():
             place = ("buffers", HOST_MEMORY, "means of gradients") if kind == "grad_shards" else (kind, where, name)
             tally[place] += nbytes
         return tally
 
-    def _add_columns(self, tally: Tally, piece: ParamSlice, flat: FlatParam, roles: Sequence[str]) -> None:
-        """Add what is kept of a matrix's slice beside what the inner placement has of it."""
-        total, numel = flat.shape[-1], piece.in_param.numel
-        count, itemsize = selected_count(self._selective.topk_ratio, total), torch.float32.itemsize
+    def _add_columns(self, tally: Tally, piece: ParamSlice, shape: torch.Size, roles: Sequence[str]) -> None:
+        """Add what is kept of a slice beside what the inner placement has of it."""
+        total, numel, itemsize = columns_of(shape), piece.in_param.numel, torch.float32.itemsize
+        count = selected_count(self._selective.topk_ratio, total) if is_matrix(shape) else 1
         here = round(numel * count / total)  # where the slice is cut within a row, as a rule
-        if count < total or self._selective.warmup_steps:
+        if count < total or (is_matrix(shape) and self._selective.warmup_steps):
             tally["staging", HOST_MEMORY, "gradients that wait"] += numel * itemsize
         tally["masters", DEVICE, "selected columns"] += here * itemsize
         for key in roles:
             tally["state", DEVICE, key] += here * itemsize
-        # Numbers of columns, and of their elements in a row.
-        tally["buffers", HOST_MEMORY, "columns"] += count * (1 + neighbors_in_column(flat)) * torch.int64.itemsize
+        tally["buffers", HOST_MEMORY, "columns"] += count * torch.int64.itemsize
+        tally["buffers", DEVICE, "places of selected columns"] += here * torch.int64.itemsize

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...policies import Selective
+from .columns import is_matrix
 
 # Of ``update_interval="auto"``.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
@@ -64,6 +65,12 @@ class Schedule:
         if self.since_selection >= 0:
             self.since_selection += 1
 
+    def first_columns(self, shape: torch.Size) -> Tensor:
+        """What is selected of a new parameter: none before others have columns selected; what is no matrix, always."""
+        ratio = 0.0 if self.since_selection < 0 else self.policy.topk_ratio
+        count = selected_count(ratio, shape[-1]) if is_matrix(shape) else 1
+        return torch.arange(count, dtype=torch.int64, device="cpu")
+
     def position(self) -> tuple[int, int, int, int]:
         """The schedule's state, as numbers."""
         return self.done, self.in_window, self.since_selection, self.interval
@@ -100,17 +107,14 @@ def select_columns(
         totals: per parameter, by global index, how many columns it has; the same on every rank.
         squares: this rank's sums of squares, (columns,) fp64.
     """
-    widths = list(totals.values())
-    mine = torch.zeros(sum(widths), dtype=torch.float64, device="cpu")
-    for index, own in zip(totals, torch.split(mine, widths), strict=True):
-        if index in squares:
-            own.copy_(squares[index])
+    own = [squares.get(i, torch.zeros(n, dtype=torch.float64, device="cpu")) for i, n in totals.items()]
+    mine = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *own])
     everything = torch.zeros_like(mine)
     for part in group.all_gather(mine):
         everything += part
     chosen: dict[int, Tensor] = {}
-    total, taken = 0.0, 0.0
-    for index, sums in zip(totals, torch.split(everything, widths), strict=True):
+    total, taken = float(everything.sum()), 0.0
+    for index, sums in zip(totals, torch.split(everything, list(totals.values())), strict=True):
         chosen[index] = largest(sums, selected_count(ratio, sums.numel()))
-        total, taken = total + float(sums.sum()), taken + float(sums[chosen[index]].sum())
+        taken += float(sums[chosen[index]].sum())
     return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

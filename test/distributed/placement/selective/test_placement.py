@@ -311,6 +311,28 @@ def test_saved_by_parts_at_another_world_size(policy: str, tmp_path: Any) -> Non
                     assert_bitwise(found[1], through[1])
 
 
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+@pytest.mark.parametrize("home", HOMES)
+@as_they_are
+def test_windows_in_which_all_have_every_gradient(home: str, interval: int, tmp_path: Any) -> None:
+    """Their sums are divided by the step itself where that makes the same bits."""
+    policy = Selective(0.3, 8, interval)
+    params, expected = make_params(), make_params()
+    optimizer = zero_opt.ShardedOptimizer(
+        groups_of(params), torch.optim.AdamW, fused=True, offload=HOMES[home](policy, tmp_path)
+    )
+    reference = Reference(groups_of(expected), policy, 1 if "later" in home else 0)
+    for step in range(12):
+        for index, (ours, theirs) in enumerate(zip(params, expected, strict=True)):
+            ours.grad = None
+            theirs.grad = values(step, 1, 0, index, SHAPES[index])
+        torch.autograd.backward(params, [param.grad for param in expected])
+        optimizer.step()
+        reference.step()
+        assert_bitwise([param.detach() for param in params], [param.detach() for param in expected])
+    optimizer.close()
+
+
 def test_a_plain_optimizer_loads_it_and_what_it_saves_counts_steps_per_param() -> None:
     """The extra keys mean nothing to it; once it has stepped they are out of date, and are not believed."""
     policy = POLICIES["some"]

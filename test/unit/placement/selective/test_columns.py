@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from test.support.harness import assert_bitwise
+from zero_opt import Selective
 from zero_opt.kernels.adam_state import MOMENTS
 from zero_opt.layout import ParamSlice, Span, plan_flat
 from zero_opt.placement.masters import slices_of
 from zero_opt.placement.selective.column_slice import ColumnSlice
-from zero_opt.placement.selective.columns import Columns, square_sums
+from zero_opt.placement.selective.columns import places_of, square_sums
+from zero_opt.placement.selective.schedule import Schedule
 from zero_opt.sharding.buckets import GradBucket
 from zero_opt.sharding.flat_param import FlatParam
 
@@ -34,7 +36,7 @@ CASES = [((5, 7), "rows"), ((5, 7), "last first"), ((2, 3, 4, 5), "channels last
 
 
 @pytest.mark.parametrize(("shape", "order"), CASES)
-def test_every_slice_gives_and_takes_its_columns(shape: tuple[int, ...], order: str) -> None:
+def test_every_slice_knows_where_its_columns_are(shape: tuple[int, ...], order: str) -> None:
     """Any start and stop, and any columns."""
     flat = FlatParam(arranged(shape, order), "it")
     numbers = flat.flatten(torch.arange(shape[-1]).expand(shape))
@@ -44,12 +46,7 @@ def test_every_slice_gives_and_takes_its_columns(shape: tuple[int, ...], order: 
             piece, run, there = ParamSlice(0, 0, span, span, span), flat.flat[start:stop].clone(), numbers[start:stop]
             shuffled = torch.randperm(shape[-1], generator=torch.Generator().manual_seed(stop))
             chosen = shuffled[: stop % 5].sort().values
-            columns, here = Columns(piece, flat, chosen), torch.isin(there, chosen)
-            taken = columns.take(run)
-            assert columns.numel == taken.numel()
-            assert_bitwise(taken, run[here])
-            columns.put(run, -taken.double())
-            assert_bitwise(run, torch.where(here, -flat.flat[start:stop], flat.flat[start:stop]))
+            assert_bitwise(places_of(chosen, piece, flat), torch.isin(there, chosen).nonzero().view(-1))
             sums = torch.zeros(shape[-1], dtype=torch.float64).index_add_(0, there, run.double().square())
             torch.testing.assert_close(square_sums(run, piece, flat), sums, rtol=1e-14, atol=0)
 
@@ -60,7 +57,7 @@ def slices(dtype: torch.dtype, rank: int, world_size: int) -> list[ColumnSlice]:
     flats = [FlatParam(arranged(shape, order).to(dtype), f"{index}") for index, (shape, order) in enumerate(shapes)]
     (layout,) = plan_flat({index: flat.spec(0) for index, flat in enumerate(flats)}, world_size, 1e9)
     bucket = GradBucket(layout, [flats[index] for index in layout.params], rank, torch.float32)
-    return [ColumnSlice(piece, flat) for piece, flat in zip(*slices_of(bucket), strict=True)]
+    return [ColumnSlice(piece, flat, Schedule(Selective())) for piece, flat in zip(*slices_of(bucket), strict=True)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,22 +73,29 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
         }
         if dtype is not torch.float32:
             values["master"] = run.float() * (1 + 2**-12)
-        found.load({}, found.state_at_home(values, MOMENTS), torch.empty(0, dtype=torch.int64))
+        saved = {key: found.shaped(value, 0) for key, value in values.items()}
+        found.load({}, found.state_at_home(saved, MOMENTS))
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
-            found.read_param()
+            found.begin_step()
             found.select(torch.tensor(sorted(chosen), dtype=torch.int64))
             for key, value in values.items():
                 assert_bitwise(found.value(key).reshape(-1), found.shaped(value, 0).reshape(-1))
             for key, value in found.selected.items():
                 ours = values.get("master", run) if key == "param" else values[key]
-                assert_bitwise(value, found.columns.take(ours).float())
+                assert_bitwise(value, found._take(ours).float())
                 if key != "param":  # what is at home is meaningless
-                    found.columns.put(found.flat_grad(0, found.home[key]), torch.full_like(value, 9))
+                    found._put(found.flat_grad(0, found.home[key]), torch.full_like(value, 9))
             assert found.counts.tolist() == [steps] * total
-            for _ in range(data.draw(st.integers(1, 5))):
-                found._gather(torch.ones(run.numel()), 1.0)
-            window = found.gathered
+            window, waits = data.draw(st.integers(1, 5)), len(chosen) < total
+            for _ in range(window):
+                found.gather(torch.ones(run.numel()), 1.0)
+            assert found.gathered == window * waits
             assert found.counts.tolist() == [steps + window * (column in chosen) for column in range(total)]
-            assert_bitwise(found.take_mean().reshape(-1), torch.ones(run.numel()))
-            assert found.home["step"] == torch.tensor((steps + window) / window, dtype=torch.float32) - 1
+            divisor = data.draw(st.sampled_from([1, window]))
+            mean = found.take_mean(divisor)
+            assert (mean is not None) == waits
+            if mean is not None:
+                assert_bitwise(mean.reshape(-1), torch.full((run.numel(),), float(divisor)))
+                assert found.home["step"] == torch.tensor((steps + window) / window, dtype=torch.float32) - 1
             steps += window
+            assert found.counts.tolist() == [steps] * total
