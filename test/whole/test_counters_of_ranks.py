@@ -107,7 +107,7 @@ def _given_up(rank: int, world_size: int) -> Any:
     dist.barrier()
     if rank == 0:
         for _ in range(2):
-            with pytest.raises(zero_opt.StepDesync, match="rank 2 has entered"):
+            with pytest.raises(zero_opt.StepDesync, match="rank 2, in step"):
                 optimizer.state_dict()
     dist.barrier()
     guard.changes -= rank == 2

@@ -67,8 +67,8 @@ class Answer(NamedTuple):
         """Raise an error unless the answering rank has the state of the asking one's step, ``mine``."""
         if self.code == Verdict.AHEAD.value:
             raise StepDesync(
-                f"state_dict() in step {mine} of this rank, but rank {rank} has entered step {self.step + 1}, or "
-                "loaded or added what this one has not; call it between steps"
+                f"state_dict() in step {mine} of this rank, but rank {rank}, in step {self.step}, changes its state or "
+                "has changed it since, by step(), a load or a new param group; call it between steps"
             )
         if self.code == Verdict.BEHIND.value:
             raise PeerLost(
