@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import zero_opt
 from test.gpu.params import gradients, params_on
 from test.gpu.processes import forked
+from test.support.failures import PATIENCE_S
+from zero_opt.system.waiting import until
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -29,6 +33,28 @@ def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
         reference.step()
     opt.flush()
     assert all(torch.equal(a.detach().cpu(), b.detach()) for a, b in zip(ours, plain, strict=True))
+    opt.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@forked
+def test_steps_begin_during_backward(dtype: torch.dtype) -> None:
+    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
+    offload = zero_opt.WorkerOffload(speculate=True)
+    opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
+    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    placed: Any = opt._engine.placement  # type: ignore[union-attr]
+    for step in range(5):
+        grads = gradients(step, dtype)
+        torch.autograd.backward(ours, [grad.cuda() for grad in grads])
+        for param, grad in zip(plain, grads, strict=True):
+            param.grad = grad.clone()
+        assert step == 0 or until(lambda: bool(placed._drafts), PATIENCE_S)  # the first looks at the parameters
+        opt.step()
+        opt.zero_grad()
+        reference.step()
+    assert all(torch.equal(a.detach().cpu(), b.detach()) for a, b in zip(ours, plain, strict=True))
+    assert opt.stats()["worker/drafts_kept"] >= 4
     opt.close()
 
 
