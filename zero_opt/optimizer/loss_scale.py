@@ -80,6 +80,16 @@ def tell_scaler(optimizer: torch.optim.Optimizer, *, overflows: bool) -> None:
 
 
 @contextmanager
+def forgets_scaler(optimizer: object) -> Iterator[None]:
+    """A context of a call by GradScaler before its step, which does not come if this raises."""
+    try:
+        yield
+    except BaseException:
+        vars(optimizer).pop("_scaler", None)
+        raise
+
+
+@contextmanager
 def forgets_scale(optimizer: object) -> Iterator[None]:
     """A context of a step that, if it raises, takes away what GradScaler has set for it.
 

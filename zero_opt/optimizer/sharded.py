@@ -65,7 +65,7 @@ from .contents import hyper_contents
 from .hyperparameters import moves_nothing
 from .interface import MET_NONE
 from .join import ends_join, follow_hypers
-from .loss_scale import inverse_scale, leaves_scaled, overflowed, tell_scaler
+from .loss_scale import forgets_scaler, inverse_scale, leaves_scaled, overflowed, tell_scaler
 from .one_call import one_call
 
 _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
@@ -397,7 +397,7 @@ class ShardedEngine(BetweenSteps):
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
-        with self._of_all_ranks(), self.parts.figures.call():
+        with forgets_scaler(self._user), self._of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(unscale_by=float(inv_scale))
             finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
             self.reduction.scale(inv_scale)

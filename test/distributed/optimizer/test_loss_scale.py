@@ -15,11 +15,18 @@ from test.support.harness import assert_bitwise, run_processes
 
 
 def _refused(param: Tensor, optimizer: zero_opt.ShardedOptimizer, scaler: torch.amp.GradScaler) -> str:
-    """Return what scaler.step() says, which must raise and leave the parameter, all ones, as it is."""
+    """Return what scaler.step() says, which must raise and leave the parameter, all ones, as it is.
+
+    A step without a scaler comes after it.
+    """
     scaler.scale(param.float().sum()).backward()
     with pytest.raises(zero_opt.RankMismatch) as caught:
         scaler.step(optimizer)
     assert torch.equal(param, torch.ones_like(param))
+    optimizer.zero_grad()
+    param.float().sum().backward()
+    optimizer.step()
+    assert torch.equal(param, torch.ones_like(param) - 0.1)
     optimizer.close()
     return str(caught.value)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import StateDictError
 from ...kernels import AdamHypers, AdamUpdate
 from ...kernels.adam_state import follow_param, new_state
 from ...kernels.checks import GRAD_DTYPES
@@ -23,7 +24,7 @@ from ..interface import ParamState
 from ..masters import FollowedParams
 from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..read_through import MadeState, ReadThrough
-from .column_state import column_shape
+from .column_state import check_columns, column_shape
 from .columns import columns_of, is_matrix, places_of
 from .schedule import Schedule
 
@@ -188,6 +189,12 @@ class ColumnSlice(FollowedParams):
                 state[key].copy_(self.flat_grad(0, saved[key].detach()))
             state[key] = self.shaped(state[key], 0)
         return state
+
+    def require_columns(self, state: Mapping[str, Any]) -> None:
+        """Raise StateDictError for a state that the user has put in this one's place, if its column keys do not fit."""
+        counted = self.is_matrix and isinstance(state.get(COLUMN_STEPS), Tensor)
+        if counted and (wrong := check_columns(state, self.flat.shape, self.part(0).shape)):
+            raise StateDictError(f"{self.flat.label}: {wrong}")
 
     def load(self, saved: Mapping[str, Any], home: ParamState) -> None:
         """Replace the state; an empty one makes it new. The inner placement has :meth:`state_at_home` already.

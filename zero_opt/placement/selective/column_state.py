@@ -36,10 +36,15 @@ def column_places(shape: torch.Size) -> dict[str, tuple[Tensor, torch.Size]]:
     return {key: (torch.zeros(1, dtype=dtype, device="cpu"), grown) for key, (dtype, grown) in places.items()}
 
 
-def check_columns(state: Mapping[str, Any], shape: torch.Size) -> str | None:
-    """What is wrong with the state of a parameter of this shape that was stepped by columns; None if it fits."""
-    for key, (_, wanted) in column_places(shape).items():
+def check_columns(state: Mapping[str, Any], shape: torch.Size, part: torch.Size | None = None) -> str | None:
+    """What is wrong with the state of a parameter of this shape that was stepped by columns; None if it fits.
+
+    Args:
+        part: the shape of the part of the parameter that the state is of, if not of all.
+    """
+    for key, (_, grown) in column_places(shape).items():
         value: Any = state.get(key)
+        wanted = grown if key != WAITING or part is None else part
         if (key in state or key != WAITING) and not _can_be(value, wanted):
             given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else quoted(value)
             return f"state {key!r} must be a bool or floating-point tensor of shape {tuple(wanted)}, got {given}"

@@ -163,6 +163,7 @@ class SelectivePlacement(Placement):
             saved = {} if state is None else dict(state)
             roles = self._roles[column_slice.group]
             require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
+            column_slice.require_columns(saved)
             self._load_slices({index: saved})
         return state is not shown
 

@@ -182,3 +182,26 @@ def test_selected_columns_are_right_where_the_step_of_the_others_fails(
 ) -> None:
     reference = _failing(tmp_path, None)
     assert_bitwise(_failing(tmp_path, Faults(monkeypatch)), reference)
+
+
+EDITS: dict[str, Any] = {
+    "'waiting' must be": ("waiting", torch.zeros(2)),
+    "'column_selected' must be": ("column_selected", torch.ones(1, 9, dtype=torch.bool)),
+    "'column_selected' must be .* got None": ("column_selected", None),
+    "no position between selections": ("window", torch.tensor([1.0, 1.0, 1.0, 4.0, -2.0], dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("said", EDITS)
+def test_column_keys_that_do_not_fit_are_refused_before_a_step(said: str) -> None:
+    param = torch.nn.Parameter(torch.ones(5, 6))
+    offload = zero_opt.CPUOffload(selective=zero_opt.Selective(topk_ratio=0.5))
+    optimizer = zero_opt.ShardedOptimizer([("weight", param)], torch.optim.AdamW, lr=0.1, fused=True, offload=offload)
+    param.sum().backward()
+    optimizer.step()
+    before, (key, value) = param.detach().clone(), EDITS[said]
+    optimizer.state[param][key] = value
+    with pytest.raises(zero_opt.StateDictError, match=rf"\(weight\).*: state .*{said}"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.close()
