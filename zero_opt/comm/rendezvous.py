@@ -266,7 +266,7 @@ class Meeting:
             self.ask(put)
 
     def _take_number(self) -> None:
-        """Count this meeting: the other ranks hear of it now, if only of how this rank leaves it."""
+        """Count this meeting, before others can learn of it; one that ends earlier leaves its number to the next."""
         self._met[self._key] = max(self._met[self._key], self._number + 1)
 
     def look(self) -> None:

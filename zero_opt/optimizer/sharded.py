@@ -302,9 +302,9 @@ class ShardedEngine(BetweenSteps):
         left = dict(self.placement.updated_params(shards))
         if self._params_may_differ:  # gather again what an earlier step has left apart
             left |= {bucket.layout.index: bucket.layout.params for bucket in buckets}
-        made = self._made(shards, grad_scale)
+        stepped = self._step_placement(shards, grad_scale)
         try:
-            while (index := self._next_of(made)) is not None:
+            while (index := self._next_stepped(stepped)) is not None:
                 yield buckets[index], left.pop(index), False
         except BaseException:  # whatever it is
             self._note_entries()
@@ -313,16 +313,16 @@ class ShardedEngine(BetweenSteps):
         yield from ((buckets[index], updated, failed) for index, updated in left.items())
         self._params_may_differ = False
 
-    def _made(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
+    def _step_placement(self, shards: Sequence[GradShard], grad_scale: float) -> Iterator[int]:
         """Step this rank's shards. Yield the buckets that are up to date here."""
         self._guard.begin(self.parts.patience_s)
         self._guard.note_failure(None)
         yield from self.placement.step(shards, self.parts.param_groups, grad_scale)
 
-    def _next_of(self, made: Iterator[int]) -> int | None:
+    def _next_stepped(self, stepped: Iterator[int]) -> int | None:
         """Return the next bucket; ``None`` after the last, or if the step fails, which is noted."""
         try:
-            return next(made, None)
+            return next(stepped, None)
         except Exception as error:
             self._note_entries()
             # Python turns a StopIteration that leaves a generator into a RuntimeError (PEP 479).

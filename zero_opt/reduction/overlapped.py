@@ -77,9 +77,7 @@ class OverlappedReduction(GradReduction):
         self._consumed: dict[int, ConsumedGrad] = {}
         self._places: dict[int, _Place] = {}
         self._owned: set[int] = set()
-        self._live: set[int] = set()
-        self._held: set[int] = set()
-        self._shown: set[int] = set()
+        self._live, self._held, self._shown = set[int](), set[int](), set[int]()
         self._void: Future[bool] | None = None
         self._launch_order: list[int] = []
         self._active: list[int] = []
@@ -151,8 +149,8 @@ class OverlappedReduction(GradReduction):
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
                 if not self._sync:
-                    place = self._places[index]
-                    self._local |= {index} if place.param.grad is not place.consumed else set()
+                    if self._places[index].param.grad is not self._places[index].consumed:
+                        self._local.add(index)
                     return
                 if begins or not self._fills:
                     self._open_round()
@@ -190,6 +188,7 @@ class OverlappedReduction(GradReduction):
             self._open_round()
         self._in_round.add(index)
         self._withdrawn.discard(index)
+        self._local.discard(index)
         fill = self._fills[place.bucket]
         fill.put(place.position, value)
         if fill.missing <= 0:
@@ -396,8 +395,8 @@ class OverlappedReduction(GradReduction):
                 continue
             if bucket not in self._active:
                 continue
-            again = (index in self._delivered or index in self._in_round) and index not in self._local
-            if grad is not consumed and again:
+            reduced = index in self._delivered or index in self._in_round
+            if reduced and grad is not consumed and index not in self._local:
                 raise GradientConflict(
                     f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
                     "reduces this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before "

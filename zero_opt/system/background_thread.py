@@ -83,7 +83,7 @@ def _end_all() -> None:
     _threads.hold()
 
 
-# Twice: a Ctrl-C that comes before the callback's first line skips it, and the interpreter goes on to the next one.
+# Registered twice: if Ctrl-C interrupts a callback before its first line, the interpreter goes on to the next one.
 atexit.register(_end_all)
 atexit.register(_end_all)
 

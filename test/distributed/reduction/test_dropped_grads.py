@@ -49,7 +49,7 @@ def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> Non
 
 
 def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
-    """Play backward (``n``: inside no_sync()), step and drops (``0``: of rank 0, ``a``: of all) of a small one."""
+    """Play backward (``n``: inside no_sync()), step, drops (``0``: of rank 0, ``a``: of all), and a write (``g``)."""
     param = torch.nn.Parameter(torch.zeros(4))
     reduction = zero_opt.Overlapped(exchange=exchange)
     optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=reduction)
@@ -64,6 +64,8 @@ def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
             param.grad = None
         elif act == "z" or (act == "Z" and rank == 0):
             param.grad.zero_()  # type: ignore[union-attr]
+        elif act == "g":
+            param.grad = torch.ones_like(param)
         elif act == "s":
             before = param.detach().clone()
             try:
@@ -145,6 +147,11 @@ def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange:
 )
 def test_a_sum_that_all_ranks_begin_anew(script: str, steps: list[str]) -> None:
     assert run_processes(2, _play, script, "auto") == [steps, steps]
+
+
+def test_a_gradient_that_is_set_after_its_reduction_is_a_conflict_after_no_sync_too() -> None:
+    for said in run_processes(2, _play, "nbgs", "auto"):
+        assert "p.grad was set again after it had been reduced" in said[0]
 
 
 def _given_up_after_no_sync(rank: int, world_size: int) -> list[float]:

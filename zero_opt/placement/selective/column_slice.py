@@ -119,10 +119,7 @@ class ColumnSlice(FollowedParams):
         self.gathered += 1
 
     def take_mean(self, divisor: int) -> Tensor | None:
-        """The gradients that wait, for a step at home: their mean, or the sum if that divides by their number.
-
-        They wait no more.
-        """
+        """Clear the waiting gradients; return their mean, or their sum if the step at home divides by ``divisor``."""
         if not self.gathered:
             return None
         # The number of the step is rounded to fp32, from which 1 can be taken exactly.
@@ -140,7 +137,7 @@ class ColumnSlice(FollowedParams):
         return run.index_select(0, self.places.to(run.device))
 
     def _put(self, run: Tensor, values: Tensor) -> None:
-        """Write them into a slice, rounded to its dtype; the reverse of :meth:`_take`."""
+        """Write values of the selected columns, 1-D, into a slice, rounded to its dtype."""
         run.index_copy_(0, self.places.to(run.device), values.to(run.device, run.dtype))
 
     def _arrays_at_home(self) -> dict[str, Tensor]:
@@ -196,12 +193,12 @@ class ColumnSlice(FollowedParams):
         if counted and (wrong := check_columns(state, self.flat.shape, self.part(0).shape)):
             raise StateDictError(f"{self.flat.label}: {wrong}")
 
-    def load(self, saved: Mapping[str, Any], home: ParamState) -> None:
+    def load(self, saved: Mapping[str, Any], home: ParamState, chosen: Tensor) -> None:
         """Replace the state; an empty one makes it new. The inner placement has :meth:`state_at_home` already.
 
-        What is selected stays so, unless the state says what is.
+        Args:
+            chosen: the selected columns, if the state does not say so itself.
         """
-        chosen = self.chosen
         self.home, self.stepped = home, bool(saved)
         self.steps, self.gathered = float(saved.get("step", 0.0)), 0
         if self.is_matrix and is_trusted(saved):

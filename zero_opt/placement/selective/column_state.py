@@ -1,4 +1,4 @@
-"""The state that a parameter has because it is stepped by columns, beside that of ``torch.optim``: where it has place.
+"""Keys in the state of a parameter that is stepped by columns, besides those of ``torch.optim``: shapes, and checks.
 
 There are ``column_steps`` and ``column_selected`` with an element per column; ``waiting``, of the parameter's shape,
 only while gradients wait; ``window``, the position of the schedule and the number of gradients in ``waiting``.
@@ -51,9 +51,13 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size, part: torch.Size 
     if type(state[WINDOW]) is not Tensor:  # a DTensor, of which this rank may have no part
         return None
     numbers = state[WINDOW].tolist()
-    if all(low <= number < math.inf and number == int(number) for low, number in zip(_LEAST, numbers, strict=True)):
-        return None
-    return f"state {WINDOW!r} is {numbers}, no position between selections"
+    if not all(low <= number < math.inf and number == int(number) for low, number in zip(_LEAST, numbers, strict=True)):
+        return f"state {WINDOW!r} is {numbers}, no position between selections"
+    # Selected columns have been stepped by all gradients that wait for the others.
+    most = float(state[COLUMN_STEPS].max()) if bool(state[COLUMN_SELECTED].any()) else math.inf
+    if numbers[-1] and (WAITING not in state or numbers[-1] > most):
+        return f"state {WINDOW!r} says that {numbers[-1]:g} gradients wait, which {WAITING!r} or the steps do not have"
+    return None
 
 
 def _can_be(value: Any, shape: torch.Size) -> bool:

@@ -54,7 +54,7 @@ def square_sums(run: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     lead = piece.in_param.start % inner  # every part begins where the slice does, in the same column
     first = piece.in_param.start // inner % total
     for part in torch.split(run, rows * total * inner):
-        squares = part.double().square_()
+        squares = part.double().square()
         if inner > 1:
             squares = pad(squares, (lead, -(lead + part.numel()) % inner)).view(-1, inner).sum(1)
         sums += pad(squares, (first, -(first + squares.numel()) % total)).view(-1, total).sum(0)

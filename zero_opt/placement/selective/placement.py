@@ -176,9 +176,7 @@ class SelectivePlacement(Placement):
         self._arriving = {}
         self._roles = [ADAM.roles(group) for group in groups]
         self._inner.load({}, groups)
-        for found in self._slices.values():
-            found.chosen = self._schedule.first_columns(found.flat.shape)
-        self._load_slices({index: states.get(index, {}) for index in self._slices})
+        self._load_slices({index: states.get(index, {}) for index in self._slices}, anew=True)
         for index, saved in states.items():
             if "master" in saved:
                 self._slices[index].distrust(0)
@@ -197,14 +195,20 @@ class SelectivePlacement(Placement):
         _, *position = max(part.tolist() for part in told)
         self._schedule.resume(position)
 
-    def _load_slices(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace the states of slices; an empty one makes it new."""
+    def _load_slices(self, states: Mapping[int, Mapping[str, Any]], *, anew: bool = False) -> None:
+        """Replace the states of slices; an empty one makes it new.
+
+        Args:
+            anew: columns are selected as in new slices where the state does not say which; else they stay selected.
+        """
         for index, saved in states.items():
             found = self._slices[index]
             self._inner.adopt_state(index, found.state_at_home(saved, self._roles[found.group]))
         homes = dict(self._inner.state())
         for index, saved in states.items():
-            self._slices[index].load(saved, homes[index])
+            found = self._slices[index]
+            chosen = self._schedule.first_columns(found.flat.shape) if anew else found.chosen
+            found.load(saved, homes[index], chosen)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -302,7 +306,9 @@ class SelectivePlacement(Placement):
         """Let the inner placement step what waits; yields the buckets of which that is in the parameters."""
         self._arriving, self._waiting = self._waiting, {}
         counts = {found.gathered for found in self._slices.values()} - {0}
-        divisor = max(counts) if counts in ({2}, {4}, {8}, {16}) else 1  # the step itself divides, to the same bits
+        count = max(counts, default=1)
+        # To divide by a power of two is exact, so the step can do it to the same bits.
+        divisor = count if len(counts) == 1 and count & (count - 1) == 0 else 1
         means = []
         for bucket, home in self._buckets.items():
             slices = [self._slices[piece.param] for piece in home.slices]

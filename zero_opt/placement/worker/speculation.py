@@ -17,7 +17,7 @@ by that of the last two steps, and the product is rounded once either way. Specu
 decides by is either local or the same on all ranks.
 
 The shard of a bucket on an accelerator is copied to the arena as soon as it is reduced, on the side stream; a thread
-waits for the copy, and submits the draft then. What was not copied by ``step()`` is copied there.
+waits for the copy, and submits the draft then. ``step()`` waits for copies that are under way.
 
 Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
 the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was. On an
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from ...comm.exchange import SliceSums
 from ...comm.groups import Group
-from ...errors import ZeroOptError
+from ...errors import OutOfResources, WorkerFailed, ZeroOptError
 from ...kernels.runs import RunBatch
 from ...kernels.updates import StepHypers
 from ...policies import WorkerOffload
@@ -107,8 +107,8 @@ class _Factors:
 class SpeculativePlacement(WorkerPlacement):
     """A worker's placement that begins steps during backward; see [Note: drafts].
 
-    Drafts are submitted on the exchange thread. The lock is held while a run is bound and submitted, not during
-    waits for the worker.
+    Drafts are submitted on the exchange thread or, for shards on an accelerator, on a thread of their own. The lock is
+    held while a run is bound and submitted, not during waits for the worker.
 
     Attributes:
         kept, redone: how many buckets' drafts became steps, and how many were void at ``step()``.
@@ -131,9 +131,8 @@ class SpeculativePlacement(WorkerPlacement):
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
         self._drafts: dict[int, _Draft] = {}
         self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
-        # By bucket on an accelerator: a token while its copy is on its way, to be drafted; and who waits for it.
-        self._coming: dict[int, object] = {}
-        self._waits = SerialThread("zero_opt drafts")
+        self._coming: dict[int, object] = {}  # by bucket on an accelerator: a token of the copy that is to be drafted
+        self._waits = SerialThread("zero_opt drafts")  # which waits for these copies
         self._asked = self._sums = False  # for sums: since the last step, in the one before
         self._as_zero = native.flushes_denormals()
         self._scaled: dict[int, list[float]] = {}
@@ -164,10 +163,12 @@ class SpeculativePlacement(WorkerPlacement):
             super()._extend(shards)
 
     def close(self) -> None:
-        with self._lock:
-            for shard in self._shards.values():
-                shard.bucket.reader = None
-            self._void()
+        with suppress(WorkerFailed):  # in a forked child, a thread that it does not have may hold the lock
+            self.require_not_forked()
+            with self._lock:
+                for shard in self._shards.values():
+                    shard.bucket.reader = None
+                self._void()
         self._waits.close()
         super().close()
 
@@ -182,9 +183,8 @@ class SpeculativePlacement(WorkerPlacement):
             shard = self._banked(index)
             if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or self._pending is not None:
                 return
-            if not is_host(bucket.device):
+            if not is_host(bucket.device) and bucket.shard_dtype is shard.grad_dtype:
                 self._fetch(shard)
-                return
             if not self._at_home(shard):
                 return
             if self._sums:
@@ -203,21 +203,24 @@ class SpeculativePlacement(WorkerPlacement):
         return shard.grads_in_arena and bucket.shard.data_ptr() == bucket.in_arena.data_ptr()
 
     def _fetch(self, shard: BankedShard) -> None:
-        """Let a gradient leave an accelerator, to be drafted when it has arrived."""
+        """Copy a gradient from an accelerator to the arena, and have its step drafted once the copy is complete."""
         bucket = shard.bucket
         if self._may(shard):
             with torch.no_grad(), bucket.streams.side([], []):
                 shard.take_grads(bucket.slice_grads())
                 self._note_copies([shard])
-            token = self._coming[bucket.layout.index] = object()
-            self._waits.submit(self._draft_arrived, shard, token, [*self._copies])
+            token = object()
+            with suppress(OutOfResources):  # of threads: step() copies it
+                self._waits.submit(self._draft_arrived, shard, token, [*self._copies])
+                self._coming[bucket.layout.index] = token
 
     def _draft_arrived(self, shard: BankedShard, token: object, copies: Sequence[Any]) -> None:
         """Draft a bucket's step once copies to and from the arena are over, unless the gradient has changed since."""
         for event in copies:
             event.synchronize()
+        index = shard.bucket.layout.index
         with self._lock:
-            if self._coming.get(shard.bucket.layout.index) is token:
+            if self._coming.get(index) is token and self._scaled.get(index) in ([], [self._factors.expected]):
                 self._draft(shard)
 
     def _may(self, shard: ArenaShard) -> bool:
@@ -309,6 +312,9 @@ class SpeculativePlacement(WorkerPlacement):
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
+        if self._coming and grad_scale == 1.0:
+            with suppress(TimeoutError):  # then there are no drafts of what has not come
+                self._waits.submit(int).result(self._policy.hang_timeout)
         with self._lock:
             self._groups = list(groups)  # the user may have put others in the place of those that were added
             self._as_zero = native.flushes_denormals()

@@ -188,6 +188,7 @@ EDITS: dict[str, Any] = {
     "'waiting' must be": ("waiting", torch.zeros(2)),
     "'column_selected' must be": ("column_selected", torch.ones(1, 9, dtype=torch.bool)),
     "'column_selected' must be .* got None": ("column_selected", None),
+    "1 gradients wait, which 'waiting' or the steps do not have": ("column_steps", torch.zeros(1, 6)),
     "no position between selections": ("window", torch.tensor([1.0, 1.0, 1.0, 4.0, -2.0], dtype=torch.float64)),
 }
 

@@ -47,8 +47,11 @@ def test_every_slice_knows_where_its_columns_are(shape: tuple[int, ...], order: 
             shuffled = torch.randperm(shape[-1], generator=torch.Generator().manual_seed(stop))
             chosen = shuffled[: stop % 5].sort().values
             assert_bitwise(places_of(chosen, piece, flat), torch.isin(there, chosen).nonzero().view(-1))
-            sums = torch.zeros(shape[-1], dtype=torch.float64).index_add_(0, there, run.double().square())
+            wide = run.double()
+            sums = torch.zeros(shape[-1], dtype=torch.float64).index_add_(0, there, wide.square())
             torch.testing.assert_close(square_sums(run, piece, flat), sums, rtol=1e-14, atol=0)
+            torch.testing.assert_close(square_sums(wide, piece, flat), sums, rtol=1e-14, atol=0)
+            assert_bitwise(wide, run.double())
 
 
 def slices(dtype: torch.dtype, rank: int, world_size: int) -> list[ColumnSlice]:
@@ -74,7 +77,7 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
         if dtype is not torch.float32:
             values["master"] = run.float() * (1 + 2**-12)
         saved = {key: found.shaped(value, 0) for key, value in values.items()}
-        found.load({}, found.state_at_home(saved, MOMENTS))
+        found.load({}, found.state_at_home(saved, MOMENTS), found.chosen)
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
             found.begin_step()
             found.select(torch.tensor(sorted(chosen), dtype=torch.int64))
