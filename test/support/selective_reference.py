@@ -72,11 +72,12 @@ class Reference:
     def step(self, scale: float = 1.0) -> None:
         """One step with the gradients in ``p.grad``, multiplied by ``scale``."""
         self.flush()
+        counts = self.steps > 0 or any(found.columns and found.param.grad is not None for found, _ in self.all)
         warm = self.steps >= self.policy.warmup_steps
         due = self.last_selection is None or self.steps - self.last_selection >= self.policy.select_interval
-        if warm and due and not self.in_window:
+        if counts and warm and due and not self.in_window:
             self._select()
-        closes = not warm or self.in_window + 1 >= self.interval
+        closes = counts and (not warm or self.in_window + 1 >= self.interval)
         for found, group in self.all:
             hypers = hypers_of(group)
             everything = torch.ones_like(found.chosen)
@@ -94,8 +95,8 @@ class Reference:
                 self.late.append((found, ~found.chosen))
             if closes:
                 found.waiting = []
-        self.in_window = 0 if closes else self.in_window + 1
-        self.steps += 1
+        self.in_window = 0 if closes else self.in_window + counts
+        self.steps += counts
         if not self.delay:
             self.flush()
 

@@ -53,7 +53,8 @@ class SelectivePlacement(Placement):
         flush_denormals = bool(defaults.get("flush_denormals", False))
         self._update = partial(adam_update_, threads=threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
-        # For the step to come: what is selected, and the buckets whose parameters it changes.
+        # For the step to come: whether the schedule counts it, what is selected, what it changes.
+        self._counts = False
         self._chosen: Mapping[int, Tensor] = {}
         self._updated: ParamsByBucket = {}
         self._buckets: dict[int, GradBucket] = {}  # as the inner placement has them
@@ -189,7 +190,8 @@ class SelectivePlacement(Placement):
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
         # Whether the position is known, and the position.
         known = [[1.0, *saved[WINDOW].tolist()[:4]] for saved in states.values() if is_trusted(saved)]
-        done = max((float(saved.get("step", 0.0)) for saved in states.values()), default=0.0)
+        steps = [float(saved.get("step", 0.0)) for index, saved in states.items() if index in self._totals]
+        done = max(steps, default=0.0)
         mine = max([[0.0, done, 0.0, NEVER, 0.0], *known])
         told = self._group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         _, *position = max(part.tolist() for part in told)
@@ -228,9 +230,10 @@ class SelectivePlacement(Placement):
 
     def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
         """The parameters that the next step changes on any rank. Collective where columns are selected."""
-        if self._schedule.selects:
-            self._select(grads)
         used = used_params(grads)
+        self._counts = self._schedule.done > 0 or bool(self._those(used, matrices=True))
+        if self._counts and self._schedule.selects:
+            self._select(grads)
         if self._schedule.closes and not self._delay:
             used = merged(used, self._waiting)
         elif self._schedule.since_selection < 0 or self._policy.topk_ratio == 0:  # matrices wait
@@ -263,8 +266,9 @@ class SelectivePlacement(Placement):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        closes, left = self._schedule.closes, deque(self._updated)
-        self._schedule.stepped()  # also where the step fails: the other ranks count it
+        closes, left = self._counts and self._schedule.closes, deque(self._updated)
+        if self._counts:
+            self._schedule.stepped()  # also where the step fails: the other ranks count it
         for _ in self.bring_in():
             pass
         for index, column_slice in self._slices.items():

@@ -23,6 +23,8 @@ NEVER = -1
 class Schedule:
     """Where training is between selections and windows.
 
+    Steps count from the first one in which a matrix has a gradient: until then no state tells where training is.
+
     Attributes:
         done: steps. in_window: those of them that the current window has.
         since_selection: steps since columns were selected, negative if they never were.

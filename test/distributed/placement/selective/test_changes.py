@@ -206,3 +206,40 @@ def test_column_keys_that_do_not_fit_are_refused_before_a_step(said: str) -> Non
         optimizer.step()
     assert torch.equal(param, before)
     optimizer.close()
+
+
+def _resumed_early(rank: int, world_size: int) -> list[Tensor]:
+    """Weights have gradients from step 6 on; training is saved then, and goes on here and in another optimizer."""
+
+    def go_on(model: nn.Linear, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            loss = (model.bias * values(step, 0, rank, 0, (SIDE,))).sum()
+            if step >= 6:
+                loss = loss + (model.weight * values(step, 1, rank, 0, (SIDE, SIDE))).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = nn.Linear(SIDE, SIDE)
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    offload = CPUOffload(selective=Selective(0.3))
+    optimizer = _optimizer(model.parameters(), offload)
+    go_on(model, optimizer, range(6))
+    other = copy.deepcopy(model)
+    resumed = _optimizer(other.parameters(), offload)
+    optimizer.consolidate_state_dict()
+    saved: list[Any] = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    resumed.load_state_dict(saved[0])
+    go_on(model, optimizer, range(6, 15))
+    go_on(other, resumed, range(6, 15))
+    assert_bitwise(list(model.parameters()), list(other.parameters()))
+    optimizer.close()
+    resumed.close()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_resumes_where_no_matrix_has_state_yet(world_size: int) -> None:
+    run_processes(world_size, _resumed_early)
