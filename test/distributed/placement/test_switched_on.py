@@ -194,6 +194,7 @@ def test_amsgrad_while_the_first_step_is_pending_is_refused_on_every_rank() -> N
 
 def _second_group_later(rank: int, world_size: int, late: bool) -> list[Tensor]:
     groups = _groups()
+    groups[0] = {"params": [nn.Parameter(torch.ones(6, 8))]}  # a matrix, whose step is pending
     offload = zero_opt.WorkerOffload(delay=1, selective=SELECTIVE)
     for group in groups[:2]:
         group["amsgrad"] = False

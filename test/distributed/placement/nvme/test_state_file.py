@@ -105,7 +105,7 @@ def _edits(rank: int, world_size: int, path: Path, what: str, dtype: torch.dtype
     """What would write to the mapping, or read it, is an error once the file is lost."""
     params = make_params(dtype)
     optimizer = make(params, path, offload=in_file(path, **({"selective": SELECTIVE} if what == "select" else {})))
-    steps = 2 if what == "select" else 1
+    steps = 3 if what == "select" else 1  # columns are selected in steps 1 and 3
     for step in range(steps):
         optimizer.zero_grad()
         backward(params, step, rank)
