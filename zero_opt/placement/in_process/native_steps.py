@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import is_
 from typing import Any
 
@@ -131,11 +131,8 @@ class NativeSteps:
                     start, stop = stop, stop + len(list(alike))
                     hypers = self.update.hypers(groups[number]).for_mean_of(gradients).for_kernel(grad_scale)
                     batches.append((hypers, slice(start, stop)))
-            roles = [
-                *chain.from_iterable(
-                    [self.update.roles(groups[number])] * len(positions) for number, positions in segments
-                )
-            ]
+            by_segment = (repeat(self.update.roles(groups[number]), len(at)) for number, at in segments)
+            roles = [*chain.from_iterable(by_segment)]
             slots = self._batch(unit, used, tensors, roles, states)
             slots.step(tensors, batches, threads=threads, flush_denormals=self._flush)
         for position in used:
