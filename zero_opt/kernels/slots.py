@@ -26,7 +26,7 @@ class Slot(BoundRun):
 
     Attributes:
         roles: which of the update's arrays the step reads and writes.
-        first: this step makes arrays; the next is another run, if the update keeps no number of steps.
+        first: this step gives new arrays their values; the next is another run, if the update keeps no number of steps.
         held: what the run reads and writes of the state: key, tensor, and that one's address, dtype, shape and strides.
     """
 
@@ -52,7 +52,7 @@ class Slot(BoundRun):
                 check_tensor(f"{role} of {name}", arrays[role], param.shape)
             kept_step = _kept_step(name, state) if update.counts else None
         super().__init__(arrays, grad.dtype, step=1.0 if first else 2.0, kept_step=kept_step)
-        self.roles, self.shape, self.first = roles, param.shape, first
+        self.roles, self.shape, self.first = roles, param.shape, first and bool(roles)
         self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
         names = ("step", "master", *roles, *BESIDE) if update.counts else ("master", *roles, *BESIDE)
         keys = [key for key in names if key in state]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt import CPUAdamW
+from zero_opt import CPUSGD, CPUAdamW, CPULion
 from zero_opt.errors import StateDictError
+from zero_opt.kernels import native_optimizer
 from zero_opt.kernels.adam_state import MOMENTS
 from zero_opt.kernels.functions import ADAM
 from zero_opt.kernels.slots import Slot, SlotBatch
@@ -67,3 +68,16 @@ def test_a_moment_with_fewer_elements_in_its_place_is_refused() -> None:
     with pytest.raises(StateDictError, match="exp_avg of CPUAdamW param 0"):
         optimizer.step()
     assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("make", [CPUSGD, lambda params: CPUSGD(params, momentum=0.9), CPULion, CPUAdamW])
+def test_a_run_is_kept_once_state_has_its_first_values(
+    make: Callable[[list[Parameter]], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param = Parameter(torch.ones(64))
+    optimizer = make([param])
+    param.grad = torch.ones(64)
+    optimizer.step()
+    optimizer.step()
+    monkeypatch.setattr(native_optimizer, "Slot", None)
+    optimizer.step()
