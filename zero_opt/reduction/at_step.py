@@ -21,7 +21,7 @@ from .consumed_grad import consumed_conflict
 from .ddp_conflict import ddp_conflict
 from .grad_norm import scale_
 from .grad_samples import few_values
-from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .sparse import SparseGrads, sparse_grads, sparse_refusal
 
 
@@ -156,11 +156,11 @@ class AtStepReduction(GradReduction):
                     fill.put(at, flat.param.grad.detach())
             ident = Ident(parts.count.step, parts.count.epoch, sequence + position)
             bucket.seal(fill)
-            overwrite, exchange = [False] * len(bucket.slices), parts.exchange_of(bucket)
-            if exchange.overlaps:
-                futures.append(parts.reduce(bucket, fill, ident, overwrite))
+            sealed = SealedRound(bucket, fill, ident, [False] * len(bucket.slices))
+            if parts.exchange_of(bucket).overlaps:
+                futures.append(parts.reduce(sealed))
             else:  # on this thread, which has nothing else to do
-                reduced.append(bucket.reduce(fill, ident, overwrite, exchange, parts.pool))
+                reduced.append(parts.reduce_here(sealed))
         group = parts.agreement.group
         with group.exchanging():
             reduced += [outcome(future, group.lookout) for future in futures]

@@ -7,7 +7,7 @@ so it would return 0 and clip nothing. Autograd may still accumulate into the te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NoReturn, Protocol
@@ -112,6 +112,12 @@ _pending_of = attrgetter("pending")
 def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
     """Return whether autograd has accumulated into any of these since it was taken."""
     return any(map(is_not, map(_pending_of, grads), repeat(None)))
+
+
+def forget_pending(grads: Collection[ConsumedGrad]) -> None:
+    """Forget what autograd has accumulated into these since they were taken."""
+    for grad in grads if any_pending(grads) else ():
+        grad.pending = None
 
 
 def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -88,10 +88,13 @@ class OwnRounds(NamedTuple):
     sample: bytes = b""
 
 
-def _labeled(reduce: Callable[..., bool], *arguments: Any) -> bool:
-    """Reduce a bucket, and show profilers when that was; reductions in stages are labeled where stages are run."""
-    with Phase(REDUCTION):
-        return reduce(*arguments)
+class SealedRound(NamedTuple):
+    """A round of a bucket that takes no gradient any more; see :meth:`GradBucket.reduce`."""
+
+    bucket: GradBucket
+    fill: Fill
+    ident: Ident
+    accumulate: Sequence[bool]
 
 
 @dataclass
@@ -119,20 +122,40 @@ class ReductionParts:
         """Return the exchange that carries a bucket."""
         return self.exchanges[bucket.device.type]
 
-    def reduce(self, bucket: GradBucket, fill: Fill, ident: Ident, accumulate: Sequence[bool]) -> Future[bool]:
-        """Reduce a sealed round of a bucket: on the background thread if the exchange blocks, else here and now.
+    def keeps_busy(self, bucket: GradBucket) -> bool:
+        """Whether the exchange of a bucket keeps this rank's processor busy all the time, and has no order to keep."""
+        exchange = self.exchange_of(bucket)
+        return exchange.blocks and not exchange.overlaps and not self.must_match
+
+    def reduce_here(self, sealed: SealedRound) -> bool:
+        """Reduce a round on the calling thread; see :meth:`GradBucket.reduce`."""
+        bucket, fill, ident, accumulate = sealed
+        with Phase(REDUCTION):
+            return bucket.reduce(fill, ident, accumulate, self.exchange_of(bucket), self.pool)
+
+    def reduce(self, sealed: SealedRound) -> Future[bool]:
+        """Reduce a round: on the background thread if the exchange blocks, else here and now.
 
         An exchange that does not block raises its error here: a collective that was not enqueued must not count as one.
         """
+        bucket, fill, ident, accumulate = sealed
         exchange = self.exchange_of(bucket)
-        lane, arguments = bucket.lane(exchange), (fill, ident, accumulate, exchange, self.pool)
-        if lane is not None:
+        lane = bucket.lane(exchange)
+        if lane is not None:  # stages are labeled where they are run
+            arguments = (fill, ident, accumulate, exchange, self.pool)
             return self.thread.submit_stages(Lane(REDUCTION, lane), bucket.reduce_in_stages, *arguments)
         if exchange.blocks:
-            return self.thread.submit(_labeled, bucket.reduce, *arguments)
+            return self.thread.submit(self.reduce_here, sealed)
         done: Future[bool] = Future()
-        done.set_result(_labeled(bucket.reduce, *arguments))
+        done.set_result(self.reduce_here(sealed))
         return done
+
+    def reduce_zeros(self, buckets: Iterable[GradBucket]) -> None:
+        """Reduce rounds of which no rank reads the result; see [Note: abandoned rounds] in round_matching.py."""
+        for bucket in buckets:
+            fill = bucket.fill()
+            bucket.seal(fill)
+            self.reduce(SealedRound(bucket, fill, Ident(0, 0, 0), [False] * len(bucket.slices))).result()
 
     @property
     def must_match(self) -> bool:

@@ -9,6 +9,10 @@ backward is a round of its own: its mean is added to the shard. A rank that has 
 Buckets are exchanged in one order on all ranks, or two ranks could each wait for the other's bucket. A bucket that is
 complete waits for those before it. At first the order is the plan's, last parameters first. The first backward after
 parameters were planned gives another: the one in which buckets were completed on rank 0.
+
+[Note: the last bucket]
+No backward is left to hide the last exchange of a round. Through shared memory it would only take turns with what the
+rank does next: it is left to step(), which makes it on the thread that waits for it, or to the next round.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from ..layout import indices_of, mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
-from .consumed_grad import ConsumedGrad, any_pending, held_elsewhere
+from .consumed_grad import ConsumedGrad, any_pending, forget_pending, held_elsewhere
 from .dropped_grads import Restarts, require_same_restarts
-from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
+from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
@@ -97,6 +101,7 @@ class OverlappedReduction(GradReduction):
         self._restarted: set[int] = set()  # dropped or zeroed, though part of the sum
         self._restarted_late: set[int] = set()  # of these, after the first round
         self._futures: list[Future[bool]] = []
+        self._left: list[SealedRound] = []  # at most one: see [Note: the last bucket]
 
     def _forget_backwards(self) -> None:
         """Begin an epoch: no backward has delivered anything to it."""
@@ -211,6 +216,8 @@ class OverlappedReduction(GradReduction):
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
         self._launch_all()
+        self._futures += map(self._parts.reduce, self._left)
+        self._left.clear()
         partition = self._partition
         self._forget_dropped(self._shown)
         self._held |= self._in_round
@@ -240,9 +247,7 @@ class OverlappedReduction(GradReduction):
 
     def _forget_all(self) -> None:
         """Let every gradient start afresh; the rounds of this epoch are forgotten next."""
-        consumed = self._consumed.values()
-        for grad in consumed if any_pending(consumed) else ():
-            grad.pending = None
+        forget_pending(self._consumed.values())
         self._held.clear()
         self._live.clear()
         self._shown.clear()
@@ -266,9 +271,7 @@ class OverlappedReduction(GradReduction):
         if fills:
             opened = {bucket for bucket, fill in fills.items() if not fill.sealed}
             self._withdrawn.update(index for index in indices if places[index].bucket in opened)
-        restarted = [places[index].consumed for index in indices]
-        for consumed in restarted if any_pending(restarted) else ():
-            consumed.pending = None
+        forget_pending([places[index].consumed for index in indices])
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -291,14 +294,12 @@ class OverlappedReduction(GradReduction):
         self._live -= self._withdrawn  # other ranks may have sent theirs before they dropped it
         ident = Ident(self._parts.count.step, self._parts.count.epoch, self._sequence)
         self._sequence += 1
-        self._futures += self._matching.launch(partial(self._parts.reduce, bucket, fill, ident, accumulate))
-
-    def _launch_zeros(self, buckets: Iterable[GradBucket]) -> None:
-        """Launch a collective per bucket of which no rank reads the result; see [Note: abandoned rounds]."""
-        for bucket in buckets:
-            fill = bucket.fill()
-            bucket.seal(fill)
-            self._parts.reduce(bucket, fill, Ident(0, 0, 0), [False] * len(bucket.slices)).result()
+        sealed = SealedRound(bucket, fill, ident, accumulate)
+        last = self._next == len(self._active) and bucket.reader in self._squares and self._parts.keeps_busy(bucket)
+        if last and (self._void is None or self._void.done()):
+            self._left.append(sealed)
+        else:
+            self._futures += self._matching.launch(partial(self._parts.reduce, sealed))
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
@@ -329,7 +330,7 @@ class OverlappedReduction(GradReduction):
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        self._launch_zeros(self._matching.missing(agreed, self._active))
+        self._parts.reduce_zeros(self._matching.missing(agreed, self._active))
         self._futures += self._matching.launch_held()
         restarts = Restarts(mask_of(self._held - self._restarted), mask_of(self._restarted_late))
         require_same_restarts(agreed, restarts, self._parts)
@@ -341,6 +342,7 @@ class OverlappedReduction(GradReduction):
         group = self._parts.agreement.group
         with group.exchanging():
             reduced = [outcome(future, group.lookout) for future in self._futures]
+        reduced += map(self._parts.reduce_here, self._left)
         self._partition.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
@@ -432,10 +434,9 @@ class OverlappedReduction(GradReduction):
         self._live &= indices
         zeroed = (indices & self._owned) - self._live  # in place, and nothing added since
         for bucket in self._partition.buckets if zeroed else ():
-            for piece in bucket.slices:
-                if piece.param in zeroed:
-                    bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
-                    self._live.add(piece.param)
+            for piece in (piece for piece in bucket.slices if piece.param in zeroed):
+                bucket.writable(keep=True)[slice(*piece.in_shard)].zero_()
+                self._live.add(piece.param)
 
     def end_step(self) -> None:
         self._forget_backwards()
@@ -446,7 +447,7 @@ class OverlappedReduction(GradReduction):
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
         self._spoiled = self._collecting = False
-        self._launch_zeros(self._matching.complete_round(self._active))
+        self._parts.reduce_zeros(self._matching.complete_round(self._active))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
         if any(map(is_not, map(_grad_of, map(_param_of, self._places.values())), repeat(None))):

@@ -107,7 +107,7 @@ def _labels(rank: int, world_size: int, exchange: Any) -> dict[str, int]:
     config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     model, threads = _model(), dict[str, set[int]]()
-    with closing(make(model, reduction=zero_opt.Overlapped(exchange=exchange))) as optimizer:
+    with closing(make(model, reduction=zero_opt.Overlapped(0.01, exchange=exchange))) as optimizer:
         _train(model, optimizer, rank, 1)
         with torch.profiler.profile(activities=kinds, experimental_config=config) as profile:
             _train(model, optimizer, rank, 3)

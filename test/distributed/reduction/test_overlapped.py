@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from zero_opt.sharding.buckets import GradBucket
 
 WIDTH, DEPTH = 96, 8
 SIZES_MB = (0.1, 1, 25, 1000)
@@ -107,3 +110,33 @@ def test_a_bucket_that_is_planned_late_does_not_come_first() -> None:
     total = len(list(_model().parameters()))
     for launches in run_processes(2, _arrived_at_launch, 3):
         assert launches[0] < total // 4
+
+
+def _reduced_on(rank: int, world_size: int, exchange: str, backwards: int) -> tuple[int, Counter[bool]]:
+    """How many buckets there are, and how many were reduced on the thread that calls step(), and on others."""
+    model, reduce = _model(), GradBucket.reduce_in_stages
+    policy = zero_opt.Overlapped(0.1, exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=policy)
+    _loss(model, 0, rank).backward()
+    optimizer.step()
+    here = Counter[bool]()
+
+    def noted(*arguments: Any) -> Any:
+        here[threading.current_thread() is threading.main_thread()] += 1
+        return reduce(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GradBucket, "reduce_in_stages", noted)
+        for step in range(backwards):
+            _loss(model, 1 + step, rank).backward()
+        optimizer.step()
+    optimizer.close()
+    return len(optimizer._engine.partition.buckets), here
+
+
+def test_the_last_bucket_is_left_to_step_where_its_exchange_takes_the_processor() -> None:
+    for backwards in (1, 2):
+        for count, here in run_processes(2, _reduced_on, "auto", backwards):
+            assert here == Counter({True: 1, False: backwards * count - 1})
+    for count, here in run_processes(2, _reduced_on, "backend", 1):
+        assert here == Counter({False: count})
