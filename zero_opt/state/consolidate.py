@@ -137,23 +137,31 @@ class FrozenState:
 
 
 class IncomingState:
-    """The state of all ranks in host memory, while it comes in."""
+    """The state of all ranks in host memory, while it comes in.
 
-    def __init__(self, flats: Mapping[int, FlatParam]) -> None:
+    Args:
+        listings: of all ranks, in the order that the keys of a state on several of them will have.
+    """
+
+    def __init__(self, flats: Mapping[int, FlatParam], listings: Iterable[Sequence[Batch]]) -> None:
         self._flats = flats
         self._states: StatesByIndex = {}
+        for batch in chain.from_iterable(listings):
+            keys = [field.key for field in batch.fields]
+            for index in batch.params:
+                self._states[index] = dict.fromkeys([*self._states.get(index, ()), *keys])
         self._values: dict[str, dict[int, Tensor]] = {}  # by key and parameter: 1-D, of what travels
 
     def _place(self, batch: Batch, field: Field) -> None:
         """Make room for a field, unless another rank's has; what came inline is there at once."""
-        states = [self._states.setdefault(index, {}) for index in batch.params]
+        states = [self._states[index] for index in batch.params]
         if not field.travels:
             for state, value in zip(states, small_values(batch, field), strict=True):
                 state[field.key] = value
             return
         values = self._values.setdefault(field.key, {})
         like = torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu")
-        absent = [index for index, state in zip(batch.params, states, strict=True) if field.key not in state]
+        absent = [index for index, state in zip(batch.params, states, strict=True) if state[field.key] is None]
         if field.kind != "slice":
             for index in absent:
                 values[index] = like.new_empty(math.prod(field.shape))
@@ -206,7 +214,7 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         mine = listing(local.batches())
     agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
-    result = IncomingState(partition.flats) if group.rank == to else None
+    result = IncomingState(partition.flats, listings) if group.rank == to else None
     with agreement.together():
         if result is None:
             messages = [[(packet, list[Tensor]()) for packet in packets(batches)] for batches in listings]

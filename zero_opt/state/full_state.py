@@ -12,7 +12,7 @@ from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
 from ..placement import Placement, live_tensors
 from ..sharding.flat_param import is_dtensor
 from ..sharding.partition import Partition
-from ..system.inference_mode import version_of
+from ..system.inference_mode import versions_of
 from .consolidate import consolidated
 from .guard import StateGuard
 from .service import StateService
@@ -62,13 +62,18 @@ class FullState:
 
     def _version(self) -> tuple[int, ...]:
         """Return numbers that are others once a step or the user has changed this rank's state."""
-        live = (value for _, state in self._placement.state() for value in live_tensors(state))
-        return (self._guard.changes, self._visible.taken, *map(version_of, live))
+        live = [value for _, state in self._placement.state() for value in live_tensors(state)]
+        return (*self._changes(), *versions_of(live))
+
+    def _changes(self) -> tuple[int, int]:
+        return self._guard.changes, self._visible.taken
 
     def _current(self) -> StatesByIndex | None:
         """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""
         version, state = self._kept
-        return state if state is None or self._closed or version == self._version() else None
+        if state is None or self._closed:
+            return state
+        return state if version[:2] == self._changes() and version == self._version() else None
 
     def close(self) -> None:
         """Give up the live state: what :meth:`consolidate` brought here stays current if it is."""

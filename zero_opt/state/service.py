@@ -357,11 +357,11 @@ class StateService:
             try:
                 with self._new_pull() as pull:
                     here, payloads = self._wait_beside(self._ask, pull, changes, meanwhile=own.batches)
-                    result = IncomingState(own.flats)
                     listings = [here if text is None else listed(text) for text in payloads]
-                    targets = [result.places_for(batches) for batches in listings]
-                    copy = partial(own.copy_to, targets[self._side.rank])
-                    self._wait_beside(self._fetch_all, pull, targets, meanwhile=copy)
+                    result, rank = IncomingState(own.flats, listings), self._side.rank
+                    targets = {other: result.places_for(listings[other]) for other in self._others}
+                    fetched = partial(self._wait_beside, self._fetch_all, pull, targets)
+                    fetched(meanwhile=lambda: own.copy_to(result.places_for(listings[rank])))
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
@@ -435,7 +435,7 @@ class StateService:
         del pull.heard[rank]
         return payload
 
-    def _fetch_all(self, pull: Pull, targets: list[list[Places]]) -> None:
+    def _fetch_all(self, pull: Pull, targets: dict[int, list[Places]]) -> None:
         """Fill these places with all ranks' elements, unless the caller has left."""
         for rank in self._others:
             pull.waiting.remove(rank)  # KeyError: the caller has left, and does not see it
