@@ -164,6 +164,7 @@ class BetweenSteps(Engine):
         """Take over the user's edits of ``state``; return what is wrong with them, or with ``param_groups``."""
         try:
             self._planner.planned.require()
+            self._planner.make_room_for_edits(partial(self._forms.fit, self._user.param_groups, self._user.state))
             with self.parts.visible.lock:
                 self.parts.visible.adopt_edits()
         except ZeroOptError as error:

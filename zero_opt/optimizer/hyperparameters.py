@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, quoted
+from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, ZeroOptError, quoted
 from ..kernels.checks import require_number, require_numbers
 from ..sharding.param_groups import UneditedHypers, hypers_of
 from ..sharding.wrapped_class import require_real_if_fused, steps_params_apart
@@ -71,6 +72,13 @@ class HyperForms:
         if not any_switched:  # else it depends on the state too
             self._checked.note(groups)
 
+    def fit(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> bool:
+        """Return whether :meth:`check` raises nothing."""
+        with suppress(ZeroOptError):
+            self.check(groups, state)
+            return True
+        return False
+
     def _require_state(
         self, number: int, switched: Sequence[str], group: Mapping[str, Any], state: Mapping[Tensor, Any]
     ) -> None:
@@ -79,7 +87,8 @@ class HyperForms:
         if case not in self._needed:
             self._needed[case] = self._newly_needed({**hypers_of(group), **self._known[number]}, group, switched)
         entries = filter(None, (state.get(param) for param in group["params"]))
-        missing = [key for entry in entries for key in self._needed[case] if key not in entry]
+        kept = (entry for entry in entries if isinstance(entry, Mapping))
+        missing = [key for entry in kept for key in self._needed[case] if key not in entry]
         if missing:
             raise ConfigConflict(
                 f"param group {number}: {' and '.join(switched)} cannot be switched on after the first step, which has "

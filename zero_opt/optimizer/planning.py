@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.backend_exchanges import build_exchange
+from ..errors import ZeroOptError
 from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
@@ -106,6 +108,21 @@ class Planner:
                 parts.placement.make_room(parts.param_groups)
                 parts.visible.note_entries()
 
+    def make_room_for_edits(self, fit: Callable[[], bool]) -> None:
+        """Make room for arrays that the user has put into state, and that edited hyperparameters need. Not collective.
+
+        Args:
+            fit: whether the hyperparameters fit the state as it is in the user's hands.
+
+        Raises:
+            OutOfMemory and others: as :meth:`make_room`.
+        """
+        placement, lacks = self._parts.placement, False
+        with suppress(ZeroOptError):  # the next step raises it
+            lacks = not placement.pending and placement.lacks_room(self._parts.param_groups)
+        if lacks and fit():
+            self.make_room()
+
     def _missing(self, mask: int) -> list[int]:
         """Return the masked parameters that are not planned yet."""
         return sorted(indices_of(mask) - self._parts.partition.flats.keys())
@@ -136,7 +153,7 @@ class Planner:
         parts.reduction.watch(added)
         parts.gather.watch()
         with parts.visible.lock:
-            parts.visible.add(kinds_of(config.placement, of_group, parts.param_groups))
+            parts.visible.add(kinds_of(config.placement, of_group))
 
     def _connect(self) -> None:
         """Make an exchange for each device type that has none yet."""

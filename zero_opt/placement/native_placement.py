@@ -17,7 +17,7 @@ from ..system.failures import on_failure
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
-from .native_rules import new_roles, require_fitting, say_without_masters
+from .native_rules import new_roles, require_fitting, require_placed, say_without_masters
 from .read_through import ReadThrough
 from .state_shard import Kept, StateShard
 
@@ -147,6 +147,7 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         with nullcontext() if in_place is None else in_place.settled():
             saved = {} if state is None else shard.apart(position, state)
             require_fitting(shard.flats[position], shard.part(position).shape, saved, shard.update, shard.places())
+            require_placed(shard.flats[position].label, saved, shard.update, shard.places())
             require_squares_of(shard.flats[position].label, saved, shard.form)
             if in_place is None:
                 shard.forget_views(position)

@@ -15,7 +15,7 @@ from ..kernels.checks import is_number_of_steps, oddity
 from ..kernels.functions import ADAM
 from ..kernels.native_optimizer import torch_class_of
 from ..kernels.table import NATIVE_CLASSES, UPDATES
-from ..kernels.updates import NativeUpdate
+from ..kernels.updates import NativeUpdate, given_arrays
 from ..sharding.flat_param import FlatParam
 from ..system.extension import require_native
 from ..system.log import log
@@ -145,6 +145,19 @@ def require_fitting(
                 given += f" of shape {tuple(value.shape)}"  # else that is not why
             given += f", {odd}: not a dense tensor with values" if odd else ""
             raise StateDictError(f"opt.state of {flat.label}: {key!r} must be {wanted}, and is {given}")
+
+
+def require_placed(label: str, state: Mapping[str, Any], update: NativeUpdate, roles: Collection[str]) -> None:
+    """Raise StateDictError if a state that the user has edited has an array that the options of its group ask not for.
+
+    Args:
+        roles: which of the update's arrays have a place.
+    """
+    for role in given_arrays(state, update.arrays).keys() - {*roles}:
+        raise StateDictError(
+            f"opt.state of {label} has {role!r}, which has no place here before {update.switches[role]} is switched on "
+            "in its param group; do that first, or take it out"
+        )
 
 
 def _require_known(label: str, state: Mapping[str, Any], update: NativeUpdate) -> None:

@@ -26,8 +26,8 @@ from .trial import Trial, is_known
 from .usual_states import UsualStates, values_by_name
 
 _NOTHING: Mapping[str, Any] = {}
-# Hyperparameters of Adam by which its state has other keys, or lies elsewhere.
-_FORMS = ("amsgrad", "capturable", "fused", "foreach", "differentiable")
+# Hyperparameters by which a step has another form, and by which Adam's state has other keys or lies elsewhere.
+FORMS = ("amsgrad", "capturable", "fused", "foreach", "differentiable")
 
 
 class Kind(NamedTuple):
@@ -44,20 +44,13 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-def kinds_of(
-    policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]], groups: Sequence[Mapping[str, Any]]
-) -> dict[int, Kind]:
+def kinds_of(policy: PlacementPolicy, params: Iterable[tuple[int, int, Tensor]]) -> dict[int, Kind]:
     """Return the kinds of ``params``, which are (global index, number of the group, parameter).
 
     By global index, without parameters that are stepped by columns.
     """
-    stands_for = [*range(len(groups))]
-    if policy.inputs.optimizer_class in ADAM_CLASSES:  # whose scalars are counts of steps, whatever the numbers are
-        first: dict[tuple[Any, ...], int] = {}
-        forms = [tuple(group.get(key) for key in _FORMS) for group in groups]
-        stands_for = [first.setdefault(form, number) for number, form in enumerate(forms)]
     return {
-        index: Kind(stands_for[group], param.dim(), *policy.stepped_as(param))
+        index: Kind(group, param.dim(), *policy.stepped_as(param))
         for index, group, param in params
         if not policy.steps_by_columns(param)
     }
@@ -67,8 +60,9 @@ class StandIns:
     """Entries in the owner's ``state`` for parameters without a slice on this rank. No method is collective.
 
     The entries are all the state there is: what the user puts into one counts from that parameter's next step on.
-    Parameters that were used alike are stepped together, by one step of zeros. Parameters of a class of which nothing
-    is known have no entries, nor have those that the class cannot step: an owner says why.
+    Parameters that were used alike are stepped together, by one step of zeros, with the hyperparameters that there are
+    then. Parameters of a class of which nothing is known have no entries, nor have those that the class cannot step: an
+    owner says why.
 
     Args:
         params: all parameters, by global index.
@@ -83,18 +77,55 @@ class StandIns:
     ) -> None:
         self._class, self._defaults, self._known = cls, dict(defaults), is_known(cls)
         self._owner, self._params = owner, params
-        self._alike: dict[Kind, list[AlikeEntries]] = {}
+        self._kinds: dict[int, Kind] = {}  # each with the parameter's own group
+        self._stands_for: list[int] = []  # by number of a group: the first one whose scalars are the same
+        self._alike: dict[Kind, list[AlikeEntries]] = {}  # each with a group that stands for others
         self._trials: dict[Kind, Trial] = {}
         self._entered: set[int] = set()  # what had an entry when that was last looked at
 
     def add(self, kinds: Mapping[int, Kind]) -> None:
         """Stand in for more parameters, given by global index."""
-        for kind in set(kinds.values()) if self._known else ():
-            members = [index for index, other in kinds.items() if other == kind]
-            trial = self._trials[kind] = self._new_trial(kind)
+        self._kinds.update(kinds)
+        self._follow_forms()
+        for kind, members in self._by_kind(kinds if self._known else ()).items():
+            self._trial(kind)
             self._alike.setdefault(kind, []).append(self._enter(members, self._first_entry(kind, {})))
-            with suppress(Exception):  # whatever a class raises
-                trial.step()  # shows which of the state are no scalars
+
+    def _standing(self) -> list[int]:
+        """Return, by number of a param group, the first one whose scalars are the same now."""
+        groups = self._owner.param_groups
+        if self._class not in ADAM_CLASSES:
+            return [*range(len(groups))]
+        first: dict[tuple[Any, ...], int] = {}  # its scalars are counts of steps, whatever the numbers are
+        forms = (tuple(map(group.get, FORMS)) for group in groups)
+        return [first.setdefault(form, number) for number, form in enumerate(forms)]
+
+    def _by_kind(self, indices: Iterable[int]) -> Mapping[Kind, list[int]]:
+        """Return the parameters that can be stepped together, by kind."""
+        found = defaultdict[Kind, list[int]](list)
+        for index in indices:
+            kind = self._kinds[index]
+            found[kind._replace(group=self._stands_for[kind.group])].append(index)
+        return found
+
+    def _follow_forms(self) -> None:
+        """Part entries that can no longer be stepped together, since the user has edited options of some groups."""
+        standing = self._standing()
+        if standing == self._stands_for:
+            return
+        self._stands_for, before, self._alike = standing, self._alike, {}
+        for alike in (part for known in before.values() for each in known for part in self._as_seen(each)):
+            parted = self._by_kind(alike.members)
+            for kind, members in parted.items():
+                part = alike if len(parted) == 1 else self._enter(members, _apart(alike.entry))
+                self._alike.setdefault(kind, []).append(part)
+
+    def _trial(self, kind: Kind) -> Trial:
+        if kind not in self._trials:
+            self._trials[kind] = self._new_trial(kind)
+            with suppress(Exception):
+                self._trials[kind].step()  # shows which of the state are no scalars
+        return self._trials[kind]
 
     def _new_trial(self, kind: Kind) -> Trial:
         like = torch.zeros((1,) * max(kind.dims, 1), dtype=kind.dtype, device=kind.device)
@@ -115,14 +146,16 @@ class StandIns:
 
         Args:
             used: bit per global index, whether any rank had a gradient.
-            edited: the user may have put other objects into entries since the last step.
+            edited: the user may have put other objects into entries, or groups, since the last step.
         """
         stepped = indices_of(used)
+        if edited:
+            self._follow_forms()
         for kind, known in self._alike.items():
             as_seen = [part for alike in known for part in self._as_seen(alike, objects=edited)]
             self._alike[kind] = [part for alike in as_seen for part in self._stepped(kind, alike, stepped)]
 
-    def _as_seen(self, alike: AlikeEntries, *, objects: bool) -> Iterator[AlikeEntries]:
+    def _as_seen(self, alike: AlikeEntries, *, objects: bool = True) -> Iterator[AlikeEntries]:
         """Yield these entries as the user has left them: those that were edited, and the rest together."""
         edited = alike.edited_members() if alike.are_edited(objects=objects) else []
         if len(edited) < len(alike.members):
@@ -144,7 +177,7 @@ class StandIns:
         stepped = members if used.issuperset(members) else [index for index in members if index in used]
         if stepped and stepped is not members:
             alike.keep_only([index for index in members if index not in used])
-            entry = {key: apart(value) for key, value in entry.items()}
+            entry = _apart(entry)
         after = self._after_a_step(kind, entry) if stepped else None
         if stepped is not members:
             yield alike
@@ -157,10 +190,10 @@ class StandIns:
 
     def _after_a_step(self, kind: Kind, entry: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what a step makes of an entry, in place where the class steps so; ``None`` if it cannot step it."""
-        trial = self._trials[kind]
-        trial.optimizer.param_groups[0].update(self._hypers(kind))
-        trial.optimizer.state[trial.param] = _with_elements(entry, trial)
-        with suppress(Exception):
+        with suppress(Exception):  # whatever a class raises
+            trial = self._trial(kind)
+            trial.optimizer.param_groups[0].update(self._hypers(kind))
+            trial.optimizer.state[trial.param] = _with_elements(entry, trial)
             trial.step()
             return _without_elements(trial.state, entry)
         return None
@@ -175,19 +208,21 @@ class StandIns:
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Enter the scalars of full-shape state, by global index, where there are no entries yet."""
         self._entered.clear()
-        for kind, known in self._alike.items():
-            loaded = {index: states.get(index, _NOTHING) for alike in known for index in alike.members}
+        members = [*chain(*(alike.members for known in self._alike.values() for alike in known))]
+        self._stands_for, self._alike = self._standing(), {}
+        for kind, alike in self._by_kind(members).items():
+            loaded = {index: states.get(index, _NOTHING) for index in alike}
             usual = isinstance(states, UsualStates) and states.keys() >= loaded.keys()
             self._alike[kind] = [
-                self._enter(members, self._first_entry(kind, loaded[members[0]]))
-                for members in _with_equal_scalars(loaded, usual=usual)
+                self._enter(equal, self._first_entry(kind, loaded[equal[0]]))
+                for equal in _with_equal_scalars(loaded, usual=usual)
             ]
 
     def _first_entry(self, kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the class makes of a parameter's saved state; of none, what it makes when it is constructed."""
         made = self._new_trial(kind)
         if saved:
-            saved = {key: _plain(value) for key, value in _with_elements(saved, self._trials[kind]).items()}
+            saved = {key: _plain(value) for key, value in _with_elements(saved, self._trial(kind)).items()}
             packed = made.optimizer.state_dict()["param_groups"]
             made.optimizer.load_state_dict({"state": {0: saved}, "param_groups": packed})
         return _without_elements(made.state, {})
@@ -213,6 +248,11 @@ def _can_be_written(value: Any) -> bool:
     """Return whether a step can go on in a value that the user has put in; one that is no tensor is replaced."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and not (value.is_meta or value.is_inference())
     return not isinstance(value, Tensor) or (plain and value.layout is torch.strided and not value.requires_grad)
+
+
+def _apart(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry with copies of the values."""
+    return {key: apart(value) for key, value in entry.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ from ..system.interrupts import uninterrupted
 from ..system.same_objects import SameMemory, SameObjects, flattened
 from .alike_entries import StateOwner
 from .guard import NoReentry
-from .stand_ins import Kind, StandIns
+from .stand_ins import FORMS, Kind, StandIns
 from .state_dict import cut
 
 
@@ -282,7 +282,7 @@ class VisibleState:
         if contents is None:
             return []
         # By these hyperparameters a placement chooses in which form it steps, and keeps state.
-        forms = (group.get(key) for group in self._owner.param_groups for key in ("fused", "foreach", "amsgrad"))
+        forms = (group.get(key) for group in self._owner.param_groups for key in FORMS)
         return [*state, *entries, *contents, *forms]
 
     def _adopt_slice(self, piece: ParamSlice) -> bool:

@@ -154,6 +154,132 @@ def test_amsgrad_before_the_first_step(place: str, selective: Any, tmp_path: Pat
     assert "max_exp_avg_sq" in found[0][1][2]
 
 
+IN_PROCESS: dict[str, Callable[[Path], Any]] = {"device": lambda _: None, "host": lambda _: zero_opt.CPUOffload()}
+
+
+# Switched on in step 2 for what gets its first gradient then: torch makes its state with the options of that step.
+SWITCHES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "RMSprop's momentum": (torch.optim.RMSprop, {"momentum": 0.9}),
+    "centered": (torch.optim.RMSprop, {"centered": True}),
+}
+
+
+def _begin_later(groups: list[dict[str, Any]], optimizer: Any, edit: dict[str, Any]) -> None:
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.param_groups[2].update(edit)
+        optimizer.zero_grad()
+        _backward(groups[: 2 if step < 2 else 3], step)
+        optimizer.step()
+
+
+def _begun_later(rank: int, world_size: int, switch: str, offload: Any) -> Any:
+    (cls, edit), groups = SWITCHES[switch], _groups()
+    fused = {} if cls is torch.optim.RMSprop else {"fused": True}
+    reduction = zero_opt.Overlapped(BUCKET_MB)
+    optimizer = zero_opt.ShardedOptimizer(groups, cls, offload=offload, reduction=reduction, lr=0.1, **fused)
+    _begin_later(groups, optimizer, edit)
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict()["state"] if rank == 0 else {}
+    found = _params(optimizer), state, {*optimizer.state[groups[2]["params"][0]]}
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "switch"),
+    [
+        *((place, switch) for place in IN_PROCESS for switch in SWITCHES),
+        *((place, switch) for place in PLACES for switch in ("amsgrad", "momentum")),
+    ],
+)
+def test_an_option_that_comes_before_the_first_gradient_of_its_group(place: str, switch: str, tmp_path: Path) -> None:
+    (cls, edit), groups = SWITCHES[switch], _groups()
+    plain = cls(groups, lr=0.1, **({} if cls is torch.optim.RMSprop else {"fused": True}))
+    _begin_later(groups, plain, edit)
+    found = run_processes(2, _begun_later, switch, {**IN_PROCESS, **PLACES}[place](tmp_path))
+    wanted = plain.state_dict()["state"]
+    for params, _, shown in found:
+        assert_bitwise(params, _params(plain))
+        assert shown == {*wanted[2]}
+    state = {at: {key: value for key, value in found[0][1][at].items() if value is not None} for at in found[0][1]}
+    assert_bitwise(state[2], wanted[2])
+
+
+def _put_in(groups: list[dict[str, Any]], optimizer: Any, edit: dict[str, Any], key: str) -> None:
+    """In step 2 an option is switched on, and what it needs is put into the state by hand."""
+    for step in range(STEPS):
+        for group in optimizer.param_groups if step == 2 else ():
+            group.update(edit)
+            entry = optimizer.state[group["params"][0]]
+            if entry or not edit.get("amsgrad"):  # a rank may have no part of a matrix that is stepped by columns
+                entry[key] = torch.full_like(group["params"][0].detach(), 0.25)
+        optimizer.zero_grad()
+        _backward(groups, step)
+        optimizer.step()
+
+
+def _put_in_by_hand(rank: int, world_size: int, cls: Any, edit: dict[str, Any], key: str, offload: Any) -> Any:
+    groups = _groups()
+    optimizer = _sharded(groups, cls, offload, lr=0.1)
+    _put_in(groups, optimizer, edit, key)
+    optimizer.consolidate_state_dict()
+    found = _params(optimizer), optimizer.state_dict()["state"] if rank == 0 else {}
+    optimizer.close()
+    return found
+
+
+ALL_COLUMNS = zero_opt.Selective(topk_ratio=1.0, update_interval=1)
+KEPT = {"amsgrad": (*SWITCHES["amsgrad"], "max_exp_avg_sq"), "momentum": (*SWITCHES["momentum"], "momentum_buffer")}
+
+
+@pytest.mark.parametrize("switch", KEPT)
+@pytest.mark.parametrize("place", ["host", "worker", "speculating", "file"])
+def test_state_that_the_user_puts_in_for_an_option(place: str, switch: str, tmp_path: Path) -> None:
+    _check_put_in({**IN_PROCESS, **PLACES}[place](tmp_path), *KEPT[switch])
+
+
+@pytest.mark.parametrize("policy", [zero_opt.CPUOffload, zero_opt.WorkerOffload])
+def test_state_that_the_user_puts_in_for_columns(policy: Any) -> None:
+    _check_put_in(policy(selective=ALL_COLUMNS), *KEPT["amsgrad"])
+
+
+def _check_put_in(offload: Any, cls: Any, edit: dict[str, Any], key: str) -> None:
+    groups = _groups()
+    plain = cls(groups, lr=0.1, fused=True)
+    _put_in(groups, plain, edit, key)
+    found = run_processes(2, _put_in_by_hand, cls, edit, key, offload)
+    for params, _ in found:
+        assert_bitwise(params, _params(plain))
+    for index, entry in plain.state_dict()["state"].items():
+        assert_bitwise({name: found[0][1][index][name] for name in entry}, entry)
+
+
+def _without_the_option(rank: int, world_size: int, offload: Any) -> str:
+    groups = _groups()
+    optimizer = _sharded(groups, torch.optim.AdamW, offload, lr=0.1)
+    _backward(groups, 0)
+    optimizer.step()
+    entry = optimizer.state[groups[0]["params"][0]]
+    entry["max_exp_avg_sq"] = torch.ones_like(entry["exp_avg_sq"])
+    optimizer.zero_grad()
+    _backward(groups, 1)
+    with pytest.raises(zero_opt.StateDictError) as caught:
+        optimizer.step()
+    del entry["max_exp_avg_sq"]
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("selective", [None, ALL_COLUMNS], ids=["all", "selective"])
+def test_an_array_that_no_option_asks_for_is_refused_where_it_has_no_place(selective: Any) -> None:
+    for said in run_processes(2, _without_the_option, zero_opt.WorkerOffload(selective=selective)):
+        assert "has 'max_exp_avg_sq', which has no place here before amsgrad is switched on" in said
+
+
 def _refused(rank: int, world_size: int, cls: Any, edit: dict[str, Any], offload: Any) -> tuple[str, str]:
     """A step after the edit, and what it changed; then one without it."""
     groups = _groups()

@@ -157,6 +157,32 @@ def test_a_value_that_entries_share_is_stepped_once_where_others_of_theirs_are_r
         elsewhere.compare()
 
 
+def test_groups_with_the_same_options_are_stepped_together_while_they_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+    plain = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    owner: Any = SimpleNamespace(param_groups=plain.param_groups, state=defaultdict(dict))
+    elsewhere = StandIns(torch.optim.AdamW, {}, owner, params)
+    elsewhere.add({index: Kind(index // 2, 1, torch.float32, torch.device("cpu")) for index in range(4)})
+    steps, step = list[str](), elsewhere._after_a_step
+    monkeypatch.setattr(elsewhere, "_after_a_step", lambda kind, entry: (steps.append(""), step(kind, entry))[1])
+    elsewhere.step(0b1111)
+    assert len(steps) == 1
+    owner.state.clear()
+    for used, amsgrad in (((0,), False), ((0, 2), True), ((0, 1, 2, 3), True), ((0, 3), True)):
+        plain.param_groups[1]["amsgrad"] = amsgrad
+        for state in (owner.state, plain.state) if used == (0, 2) else ():
+            state[params[0]]["step"].add_(3)  # the user's edits count where entries are parted, too
+        for index, param in enumerate(params):
+            param.grad = torch.ones(4) if index in used else None
+        plain.step()
+        elsewhere.step(mask_of(used))
+    assert [float(owner.state[param]["step"]) for param in params] == [7, 1, 2, 2]
+    for param in params:
+        assert owner.state[param].keys() == plain.state[param].keys()
+
+
 def test_dropped_entries_are_told_once_and_start_afresh() -> None:
     elsewhere = Elsewhere()
     elsewhere.step(0, 1, 2, 3)

@@ -23,7 +23,7 @@ from ...reduction.interface import GradShard, ParamsByBucket, merged, used_param
 from ...sharding.buckets import GradBucket
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
-from ..native_rules import WINDOW, new_roles, require_fitting, say_without_masters
+from ..native_rules import WINDOW, new_roles, require_fitting, require_placed, say_without_masters
 from .column_slice import ColumnSlice, is_trusted, step_selected, write_selected
 from .columns import is_matrix, square_sums
 from .schedule import NEVER, Schedule, select_columns
@@ -164,6 +164,7 @@ class SelectivePlacement(Placement):
             saved = {} if state is None else dict(state)
             roles = self._roles[column_slice.group]
             require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
+            require_placed(column_slice.flat.label, saved, ADAM, {*roles, *column_slice.home})
             column_slice.require_columns(saved)
             self._load_slices({index: saved})
         return state is not shown
