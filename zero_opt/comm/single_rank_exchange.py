@@ -38,3 +38,6 @@ class AloneExchange(Exchange):
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:  # noqa: ARG002
         return nothing_left
+
+    def failures(self, step: int) -> Callable[[], Sequence[int]]:
+        return lambda: [0] if self._failed_step == step else []

@@ -261,7 +261,7 @@ class BetweenSteps(Engine):
             if self._config.offload is not None:
                 with self._guard.telling_why():
                     self._finish_pending(call)
-            if self.gather.failed():
+            if self.gather.failed() or self._params_may_differ:
                 self._raise_failed(self._guard.missing_part(), call)
 
     def _raise_failed(self, error: ZeroOptError | None, call: str) -> None:

@@ -113,6 +113,7 @@ def _fail(
             with pytest.raises(zero_opt.StepFailed, match="step 2 failed with MemoryError: no more of it"):
                 _train(model, optimizer, 3)
         _refuses(model.state_dict, "step 2 failed on rank 1, where")
+    _refuses(optimizer.flush, "no more of it")
     _refuses(optimizer.consolidate_state_dict, "no more of it")
     for step in (3, 4):
         _train(model, optimizer, step)
@@ -145,6 +146,29 @@ def test_at_whatever_bucket_it_fails_and_over_gloo_alone(bucket: int, late: bool
 
 def test_masters_on_the_device() -> None:
     _same_on_all(2, "Overlapped", False, Stumbles, 1, {"precision": zero_opt.MixedPrecision(torch.float32)})
+
+
+def _alone(rank: int, world_size: int, offload: Any, precision: Any) -> None:
+    zero_opt.register_elementwise(Stumbles)
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), Stumbles, lr=0.01, offload=offload, precision=zero_opt.MixedPrecision(precision)
+    )
+    _train(model, optimizer, 0)
+    for refused in (optimizer.flush, None):  # another step makes up for it
+        Stumbles.left = 1
+        with pytest.raises(MemoryError, match="no more of it"):
+            _train(model, optimizer, 1)
+        if refused:
+            _refuses(refused, "step 1 failed with MemoryError: no more of it")
+        _train(model, optimizer, 2)
+        optimizer.flush()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("offload", "precision"), [(zero_opt.CPUOffload(), None), (None, torch.float32)])
+def test_a_rank_alone_is_told_once_by_each_call(offload: Any, precision: Any) -> None:
+    run_processes(1, _alone, offload, precision)
 
 
 def _counts(rank: int, world_size: int) -> list[tuple[float, int]]:
