@@ -189,9 +189,23 @@ class ColumnSlice(FollowedParams):
 
     def require_columns(self, state: Mapping[str, Any]) -> None:
         """Raise StateDictError for a state that the user has put in this one's place, if its column keys do not fit."""
-        counted = self.is_matrix and isinstance(state.get(COLUMN_STEPS), Tensor)
-        if counted and (wrong := check_columns(state, self.flat.shape, self.part(0).shape)):
+        if not self.is_matrix or not isinstance(state.get(COLUMN_STEPS), Tensor):
+            return
+        wrong = check_columns(state, self.flat.shape, self.part(0).shape)
+        if wrong is None and WAITING in state and not is_trusted(state):
+            wrong = (
+                "gradients wait, and state 'step' is not the largest of 'column_steps': write to both, or to neither"
+            )
+        if wrong:
             raise StateDictError(f"{self.flat.label}: {wrong}")
+
+    def follow_step(self, state: ParamState) -> None:
+        """Let all columns of a state be counted as the user has written to its step alone, so that what waits stays."""
+        counts = state.get(COLUMN_STEPS)
+        if not isinstance(counts, Tensor) or counts.device != HOST or counts.dtype is not torch.float32:
+            return
+        if torch.equal(counts.reshape(-1), self.counts):
+            state[COLUMN_STEPS] = counts - counts.max() + float(state["step"])
 
     def load(self, saved: Mapping[str, Any], home: ParamState, chosen: Tensor) -> None:
         """Replace the state; an empty one makes it new. The inner placement has :meth:`state_at_home` already.

@@ -56,7 +56,10 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size, part: torch.Size 
     # Selected columns have been stepped by all gradients that wait for the others.
     most = float(state[COLUMN_STEPS].max()) if bool(state[COLUMN_SELECTED].any()) else math.inf
     if numbers[-1] and (WAITING not in state or numbers[-1] > most):
-        return f"state {WINDOW!r} says that {numbers[-1]:g} gradients wait, which {WAITING!r} or the steps do not have"
+        return (
+            f"state {WINDOW!r} says that {numbers[-1]:g} gradients wait, which {WAITING!r} or the steps do not have; "
+            "until the window ends, the state's step cannot be less"
+        )
     return None
 
 

@@ -165,6 +165,7 @@ class SelectivePlacement(Placement):
             roles = self._roles[column_slice.group]
             require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
             require_placed(column_slice.flat.label, saved, ADAM, {*roles, *column_slice.home})
+            column_slice.follow_step(saved)
             column_slice.require_columns(saved)
             self._load_slices({index: saved})
         return state is not shown

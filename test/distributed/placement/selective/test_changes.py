@@ -16,6 +16,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import Faults, in_file
 from test.support.scenario import values
+from test.support.selective_reference import Reference
 from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
 
 SIDE = 24
@@ -206,6 +207,72 @@ def test_column_keys_that_do_not_fit_are_refused_before_a_step(said: str) -> Non
         optimizer.step()
     assert torch.equal(param, before)
     optimizer.close()
+
+
+COUNTED = Selective(0.5, 64, 3)
+
+
+def _count_on(step: int, optimizer: Any, weight: nn.Parameter, count: float, how: str) -> None:
+    """In a window, after two of its three gradients, let the step be another one."""
+    entry = optimizer.state[weight]
+    if step == 4 and entry:  # a rank may have no part of the matrix
+        if how == "in place":
+            entry["step"].fill_(count)
+        else:
+            optimizer.state[weight] = {**entry, "step": torch.tensor(count)}
+
+
+def _counted(rank: int, world_size: int, offload: Any, how: str) -> tuple[list[Tensor], list[Tensor]]:
+    param = nn.Parameter(values(0, 0, 0, 0, (8, 6)).clone())
+    optimizer, seen, counts = _optimizer([param], offload), [], []
+    for step in range(8):
+        optimizer.zero_grad()
+        torch.autograd.backward([param], [values(step, 1, 0, 0, (8, 6))])
+        optimizer.step()
+        _count_on(step, optimizer, param, 12.0, how)
+        optimizer.consolidate_state_dict()
+        seen.append(param.detach().clone())
+        counts += [optimizer.state_dict()["state"][0]["column_steps"]] if rank == 0 else []
+    optimizer.close()
+    return seen, counts
+
+
+@pytest.mark.parametrize("how", ["in place", "in a copy"])
+@pytest.mark.parametrize("kind", [CPUOffload, WorkerOffload])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_write_to_the_step_in_a_window_leaves_the_gradients_that_wait(world_size: int, kind: Any, how: str) -> None:
+    param = nn.Parameter(values(0, 0, 0, 0, (8, 6)).clone())
+    plain = torch.optim.AdamW([param], lr=0.05)
+    reference, wanted = Reference(plain.param_groups, COUNTED), list[Tensor]()
+    for step in range(8):
+        param.grad = values(step, 1, 0, 0, (8, 6)).clone()
+        reference.step()
+        if step == 4:
+            reference.all[0][0].counts += 12.0 - reference.all[0][0].counts.max()
+        wanted.append(param.detach().clone())
+    found = run_processes(world_size, _counted, kind(selective=COUNTED), how)
+    for seen, _ in found:
+        assert_bitwise(seen, wanted)
+    assert [found[0][1][step].unique().tolist() for step in (3, 4, 5, 7)] == [[3, 4], [10, 12], [13], [13, 15]]
+
+
+def _miscounted(count: float, key: str) -> str:
+    param = nn.Parameter(torch.ones(5, 6))
+    optimizer = _optimizer([param], CPUOffload(selective=COUNTED))
+    for _ in range(2):
+        optimizer.zero_grad()
+        param.sum().backward()
+        optimizer.step()
+    optimizer.state[param][key].fill_(count)
+    with pytest.raises(zero_opt.StateDictError) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_counts_that_would_lose_what_waits_are_refused() -> None:
+    assert "2 gradients wait, which 'waiting' or the steps do not have; until the window ends" in _miscounted(1, "step")
+    assert "state 'step' is not the largest of 'column_steps'" in _miscounted(5, "column_steps")
 
 
 def _resumed_early(rank: int, world_size: int) -> list[Tensor]:
