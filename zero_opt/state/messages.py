@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.backend_errors import timed_out
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, StepDesync
@@ -27,6 +28,8 @@ GO, STOP = 0, 1
 # Codes of answers besides those of Verdict: another answer follows; an error follows in place of the listing.
 LATER, ERROR = 3, 4
 RING_TAG = 1
+# Seconds that messages to the next rank have to arrive before connections are broken.
+FAREWELL_S = 1.0
 # Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
 # every message carries the number of its pull.
 _PULL_TAGS = 1 << 20
@@ -112,8 +115,14 @@ class Pull:
             log.warning("state_dict() in step %d has waited %d s for %s", self.step, WARN_AFTER_S, ranks)
 
 
-def explained(watch: Watch, words: str, patience_s: float) -> PeerLost | None:
-    """Return the error that names the rank that has left while one asks for state; see :meth:`Watch.explain`."""
+def explained(watch: Watch, words: str, patience_s: float | None = None) -> PeerLost | None:
+    """Return the error that names the rank that has left while one asks for state; see :meth:`Watch.explain`.
+
+    Args:
+        patience_s: ``None`` is as long as news may take of why a connection has broken, which no other wait brings.
+    """
+    if patience_s is None and timed_out(words):
+        patience_s = FAREWELL_S
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
 
 

@@ -64,6 +64,7 @@ from .messages import (
     DEPARTED,
     DOUBTED,
     ERROR,
+    FAREWELL_S,
     GO,
     LATER,
     OPEN,
@@ -82,8 +83,6 @@ from .messages import (
 _FOR_EVER_S = 100 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top, so that it hears why.
 _MARGIN_S = 30.0
-# Seconds that messages to the next rank have to arrive before connections are broken.
-_FAREWELL_S = 1.0
 # Seconds that threads have to end once their connections are broken.
 _INTERRUPTION_S = 5.0
 _State = LocalState | FrozenState
@@ -235,7 +234,7 @@ class StateService:
         self._told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
             self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
-            self._wait_passed(_FAREWELL_S)
+            self._wait_passed(FAREWELL_S)
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +364,7 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                known = explained(self._watch, backend_words(error), _FAREWELL_S)
+                known = explained(self._watch, backend_words(error))
                 if known is None:
                     raise
                 raise known from error
