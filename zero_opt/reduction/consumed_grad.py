@@ -7,7 +7,7 @@ so it would return 0 and clip nothing. Autograd may still accumulate into the te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NoReturn, Protocol
@@ -56,7 +56,7 @@ class ConsumedGrad(torch.Tensor):
     """
 
     pending: Tensor | None
-    owner: weakref.ReferenceType[GradOwner]
+    owner: Callable[[], GradOwner | None]
     param: int
     label: str
 
@@ -79,6 +79,10 @@ class ConsumedGrad(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copied model has no reduced gradient."""
 
+    def void(self) -> None:
+        """Stand for no gradient any more: whoever has kept this gets errors from it, and from setting it again."""
+        self.pending, self.owner = None, _nobody
+
     def take_pending(self) -> Tensor | None:
         """Return what autograd has accumulated since the last call."""
         pending, self.pending = self.pending, None
@@ -91,6 +95,15 @@ class ConsumedGrad(torch.Tensor):
     tolist = numpy = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __float__ = __int__ = __bool__ = (
         _refuse
     )
+
+    @property
+    def data(self) -> Tensor:
+        """As any tensor's; to set it reaches no operator, either."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise _refusal("setting its data", (self,))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -114,18 +127,22 @@ def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
     return any(map(is_not, map(_pending_of, grads), repeat(None)))
 
 
-def forget_pending(grads: Collection[ConsumedGrad]) -> None:
-    """Forget what autograd has accumulated into these since they were taken."""
-    for grad in grads if any_pending(grads) else ():
-        grad.pending = None
+def _nobody() -> None:
+    """Return the owner of a gradient that is gone."""
+
+
+def _gone(grad: ConsumedGrad) -> str:
+    return (
+        f"the values of the gradient of {grad.label} are gone: it was dropped, or its ShardedOptimizer closed, after "
+        "this p.grad was taken. Call zero_grad(), and repeat the backward; to keep gradients, use "
+        "reduction=zero_opt.AtStep()"
+    )
 
 
 def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:
-    """Return the error for a gradient whose values another optimizer has taken."""
+    """Return the error for a gradient whose values another optimizer has taken, or that are gone."""
     if grad.owner() is None:
-        return GradientConflict(
-            f"the gradient of {grad.label} was in a ShardedOptimizer that is gone; call zero_grad() first"
-        )
+        return GradientConflict(_gone(grad))
     return GradientConflict(
         f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
         "gc.collect() ends it)"
@@ -171,7 +188,10 @@ _WANTED = {
 
 
 def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
-    label = next((a.label for a in tree_leaves(args) if isinstance(a, ConsumedGrad)), "a parameter")
+    met = [leaf for leaf in tree_leaves(args) if isinstance(leaf, ConsumedGrad)]
+    if met and met[0].owner() is None:
+        return GradientConsumed(_gone(met[0]))
+    label = met[0].label if met else "a parameter"
     namespace, name, *_ = (*str(func).split("."), "")
     first = _REDUCE if namespace == "c10d" else _WANTED.get(name, _EDIT)
     if func in (aten.copy_.default, aten.mul.out) and torch._C._current_graph_task_id() != -1:  # as DDP's buckets do

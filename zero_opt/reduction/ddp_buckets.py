@@ -89,20 +89,20 @@ class DDPHookReduction(OverlappedReduction):
                 "ShardedOptimizer whose ddp_hook it calls, or not trainable there since the last step; give one "
                 "optimizer all parameters that DDP trains"
             )
-        consumed, grad = self._consumed[index], param.grad
-        value: Tensor | None = None
+        grad, value = param.grad, None
+        taken = grad is self._places[index].consumed
         self._examined.add(index)
         if self._partition.places[index][0] not in self._fills:
             return  # not trainable when the ranks last agreed: it stays in p.grad until step()
         self._handed[index] = param
         if index in self._copied:
-            value = consumed.take_pending()
-        elif grad is not None and grad is not consumed:
+            value = self._places[index].consumed.take_pending()
+        elif grad is not None and not taken:
             value = grad
-            self._check_fresh(index, grad, consumed)
+            self._check_fresh(index, grad)
             if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
-        if grad is consumed:
+        if taken:
             param.grad = None  # DDP is about to write to it
         if value is not None:
             self._shown.add(index)
@@ -131,13 +131,13 @@ class DDPHookReduction(OverlappedReduction):
         for index, view in self._moved.items():
             param = self._partition.flats[index].param
             if param.grad is view:
-                param.grad = self._consumed[index]
+                param.grad = self._places[index].consumed
         self._moved.clear()
 
     def _end_backward(self) -> None:
         """Make ``p.grad``, to which DDP has written, say again who holds the gradient."""
         for index, param in self._handed.items():
-            param.grad = self._consumed[index] if index in self._shown else None
+            param.grad = self._places[index].consumed if index in self._shown else None
         self._forget_handed()
 
     def _forget_handed(self) -> None:

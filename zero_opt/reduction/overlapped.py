@@ -22,9 +22,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter, not_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,25 +34,14 @@ from ..layout import indices_of, mask_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
-from .consumed_grad import ConsumedGrad, any_pending, forget_pending, held_elsewhere
+from .consumed_grad import ConsumedGrad, held_elsewhere
 from .dropped_grads import Restarts, require_same_restarts
+from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .round_matching import RoundMatching
 from .shard_squares import ShardSquares
 
-
-class _Place(NamedTuple):
-    """A parameter, the stand-in for its gradient, its bucket, and its position there: what a hook needs at once."""
-
-    param: Tensor
-    consumed: ConsumedGrad
-    bucket: int
-    position: int
-
-
 _STRIDED, _graph_task = torch.strided, torch._C._current_graph_task_id
-_grad_of = attrgetter("grad")
-_param_of, _consumed_of = itemgetter(0), itemgetter(1)  # of a place
 
 
 class OverlappedReduction(GradReduction):
@@ -78,8 +64,7 @@ class OverlappedReduction(GradReduction):
         self._matching = RoundMatching(parts)
         self._lock = threading.RLock()
         self._sync = True
-        self._consumed: dict[int, ConsumedGrad] = {}
-        self._places: dict[int, _Place] = {}
+        self._places = GradPlaces()
         self._owned: set[int] = set()
         self._live, self._held, self._shown = set[int](), set[int](), set[int]()
         self._void: Future[bool] | None = None
@@ -115,8 +100,7 @@ class OverlappedReduction(GradReduction):
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
             for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
-                consumed = self._consumed[index] = ConsumedGrad(flat.param, self, index, flat.label)
-                self._places[index] = _Place(flat.param, consumed, bucket.layout.index, position)
+                self._places.plan(index, flat.param, self, flat.label, (bucket.layout.index, position))
                 self._hooks.watch(index, flat.param)
             self._owned.update(piece.param for piece in bucket.slices)
             if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
@@ -177,7 +161,10 @@ class OverlappedReduction(GradReduction):
             grad = consumed.take_pending()
         else:
             if type(grad) is not Tensor or grad.layout is not _STRIDED or index in self._shown:
-                self._check_fresh(index, grad, consumed)
+                del consumed, place  # which would be references to the stand-in
+                self._check_fresh(index, grad)
+                place = self._places[index]
+                consumed = place.consumed
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now
@@ -187,7 +174,7 @@ class OverlappedReduction(GradReduction):
         if grad is not None:
             self._deliver(index, place, grad)
 
-    def _deliver(self, index: int, place: _Place, value: Tensor) -> None:
+    def _deliver(self, index: int, place: GradPlace, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
         if self._fills[place.bucket].sealed:
             self._open_round()
@@ -201,17 +188,16 @@ class OverlappedReduction(GradReduction):
                 self._completed.append(place.bucket)
             self._launch_complete()
 
-    def _check_fresh(self, index: int, grad: Tensor, consumed: ConsumedGrad) -> None:
+    def _check_fresh(self, index: int, grad: Tensor) -> None:
         """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
         if isinstance(grad, ConsumedGrad):
             raise held_elsewhere(grad)
         if grad.layout is not torch.strided:
-            raise UnsupportedParam(
-                f"{consumed.label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam"
-            )
+            label = self._partition.flats[index].label
+            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
-            self._restart([index])
-        consumed.pending = None
+            self._forget([index])
+        self._places[index].consumed.pending = None
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
@@ -219,7 +205,7 @@ class OverlappedReduction(GradReduction):
         self._futures += map(self._parts.reduce, self._left)
         self._left.clear()
         partition = self._partition
-        self._forget_dropped(self._shown)
+        self._forget(self._dropped_of(self._shown))
         self._held |= self._in_round
         self._delivered |= self._in_round
         self._scale_held()
@@ -239,25 +225,23 @@ class OverlappedReduction(GradReduction):
                 with torch.no_grad(), bucket.streams.side([], []):
                     bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
 
-    def _forget_dropped(self, indices: Iterable[int]) -> None:
-        """Let the next gradient start afresh where the user has dropped ``p.grad``."""
-        dropped = self._dropped_of(indices)
+    def _forget(self, dropped: Collection[int]) -> None:
+        """Let the next gradients of these start afresh, whose ``p.grad`` the user has dropped."""
         self._restart(dropped)
         self._shown.difference_update(dropped)
+        self._places.renew(dropped)
 
     def _forget_all(self) -> None:
         """Let every gradient start afresh; the rounds of this epoch are forgotten next."""
-        forget_pending(self._consumed.values())
+        self._places.forget_pending(self._places)
         self._held.clear()
         self._live.clear()
         self._shown.clear()
+        self._places.renew(self._places)
 
     def _dropped_of(self, indices: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` was dropped; another thread of autograd may have put new ones there."""
-        among = [*indices]
-        places = [*map(self._places.__getitem__, among)]
-        kept = map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places))
-        return [*compress(among, map(not_, kept))]
+        return self._places.dropped(indices)
 
     def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
@@ -271,7 +255,7 @@ class OverlappedReduction(GradReduction):
         if fills:
             opened = {bucket for bucket, fill in fills.items() if not fill.sealed}
             self._withdrawn.update(index for index in indices if places[index].bucket in opened)
-        forget_pending([places[index].consumed for index in indices])
+        places.forget_pending(indices)
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -368,7 +352,7 @@ class OverlappedReduction(GradReduction):
         for bucket in late:
             for index in buckets[bucket].layout.params:
                 grad = self._partition.flats[index].param.grad
-                if grad is not None and grad is not self._consumed[index]:
+                if grad is not None and grad is not self._places[index].consumed:
                     self._take(index)
         self._launch_all()
 
@@ -383,7 +367,7 @@ class OverlappedReduction(GradReduction):
 
     def _take_plain(self) -> None:
         """Take gradients that were set by hand or left by ``no_sync``; notice those dropped after the last backward."""
-        if self._all_taken():
+        if self._places.taken():
             return
         dropped = []
         for index in self._partition.flats:
@@ -398,6 +382,8 @@ class OverlappedReduction(GradReduction):
             if bucket not in self._active:
                 continue
             reduced = index in self._delivered or index in self._in_round
+            if isinstance(grad, ConsumedGrad) and grad is not consumed:
+                raise held_elsewhere(grad)
             if reduced and grad is not consumed and index not in self._local:
                 raise GradientConflict(
                     f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
@@ -407,14 +393,7 @@ class OverlappedReduction(GradReduction):
             if not self._fills or index in self._in_round:
                 self._open_round()
             self._take(index)
-        self._restart(dropped)
-        self._shown.difference_update(dropped)
-
-    def _all_taken(self) -> bool:
-        """Return whether every planned parameter's gradient has been taken, and nothing was added to it since."""
-        places = self._places.values()
-        same = all(map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places)))
-        return same and not any_pending(map(_consumed_of, places))
+        self._forget(dropped)
 
     def _learn_order(self) -> None:
         """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
@@ -450,8 +429,8 @@ class OverlappedReduction(GradReduction):
         self._parts.reduce_zeros(self._matching.complete_round(self._active))
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
-        if any(map(is_not, map(_grad_of, map(_param_of, self._places.values())), repeat(None))):
-            self._forget_dropped(self._partition.flats)
+        if self._places.any_grad():
+            self._forget(self._dropped_of(self._partition.flats))
         else:  # all were dropped
             self._forget_all()
         self._forget_rounds()
@@ -494,6 +473,4 @@ class OverlappedReduction(GradReduction):
 
     def close(self) -> None:
         self._hooks.close()
-        for index, flat in self._partition.flats.items():
-            if index in self._consumed and flat.param.grad is self._consumed[index]:
-                flat.param.grad = None
+        self._places.void(self._delivered | self._in_round)

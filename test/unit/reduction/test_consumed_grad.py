@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_opt.errors import GradientConsumed
-from zero_opt.reduction.consumed_grad import ConsumedGrad
+from zero_opt.reduction.consumed_grad import ConsumedGrad, held_elsewhere
 
 FIXES = ("opt.clip_grad_norm_", "AtStep()", "AlreadyReduced()")
 
@@ -37,6 +37,9 @@ class Owner:
         return self.found_inf
 
 
+OWNER = Owner()  # somebody must hold it
+
+
 def consumed(owner: Owner, shape: tuple[int, ...] = (2, 3), index: int = 7) -> tuple[Parameter, ConsumedGrad]:
     """A parameter whose gradient has been taken."""
     param = Parameter(torch.ones(shape))
@@ -46,7 +49,7 @@ def consumed(owner: Owner, shape: tuple[int, ...] = (2, 3), index: int = 7) -> t
 
 
 def test_it_has_the_params_metadata_and_no_memory() -> None:
-    _, grad = consumed(Owner())
+    _, grad = consumed(OWNER)
     assert (grad.shape, grad.dtype, grad.device.type, grad.stride()) == ((2, 3), torch.float32, "cpu", (3, 1))
     assert grad.is_leaf
     assert not grad.requires_grad
@@ -153,7 +156,7 @@ LEADS = {
 
 @pytest.mark.parametrize("what", LEADS)
 def test_the_way_out_of_what_was_called_comes_first(what: str) -> None:
-    param, _ = consumed(Owner())
+    param, _ = consumed(OWNER)
     with torch.no_grad(), pytest.raises(GradientConsumed) as caught:
         READS[what](param)
     assert str(caught.value).startswith(LEADS[what])
@@ -182,14 +185,14 @@ def test_the_way_out_of_moving_or_casting_the_model_is_to_do_so_before(convert: 
 
 
 def test_the_way_out_of_an_all_reduce_is_to_leave_it_out() -> None:
-    _, grad = consumed(Owner())
+    _, grad = consumed(OWNER)
     with pytest.raises(GradientConsumed) as caught:
         ConsumedGrad.__torch_dispatch__(torch.ops.c10d.allreduce_.default, (ConsumedGrad,), ([grad],))
     assert str(caught.value).startswith(REDUCE)
 
 
 def test_autograd_accumulates_into_what_is_pending() -> None:
-    param, grad = consumed(Owner())
+    param, grad = consumed(OWNER)
     (param * 2).sum().backward()
     (param * 3).sum().backward()
     assert param.grad is grad
@@ -200,7 +203,7 @@ def test_autograd_accumulates_into_what_is_pending() -> None:
 
 
 def test_accumulation_with_a_graph_is_pending_too() -> None:
-    param, grad = consumed(Owner())
+    param, grad = consumed(OWNER)
     with pytest.warns(UserWarning, match="create_graph"):
         (param**2).sum().backward(create_graph=True)
     assert param.grad is grad
@@ -212,7 +215,7 @@ def test_accumulation_with_a_graph_is_pending_too() -> None:
 
 def test_what_autograd_shares_is_not_written_to() -> None:
     """Autograd may give two nodes one tensor; adding to it in place would change the other's gradient."""
-    a, grad_a = consumed(Owner())
+    a, grad_a = consumed(OWNER)
     b = Parameter(torch.ones(2, 3))
     (a + b).sum().backward()
     assert b.grad is not None
@@ -243,7 +246,7 @@ def test_zeroing_it_zeroes_the_held_gradient(zero: str) -> None:
 
 
 def test_setting_to_none_needs_no_one() -> None:
-    param, _ = consumed(Owner())
+    param, _ = consumed(OWNER)
     torch.optim.SGD([param]).zero_grad()
     assert param.grad is None
 
@@ -262,7 +265,7 @@ def test_the_owner_unscales_for_grad_scaler_once_for_all_its_gradients(found: bo
 
 def test_unscaling_still_finds_what_is_wrong_in_plain_gradients() -> None:
     found_inf = torch.zeros(1)
-    grads = [consumed(Owner())[1], torch.tensor([torch.inf])]
+    grads = [consumed(OWNER)[1], torch.tensor([torch.inf])]
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(0.5))
     assert found_inf.item() == 1.0
 
@@ -276,7 +279,7 @@ def test_it_does_not_keep_its_owner_and_outlives_it() -> None:
 
 
 def test_a_copied_model_has_no_gradient() -> None:
-    param, grad = consumed(Owner())
+    param, grad = consumed(OWNER)
     copied = copy.deepcopy(param)
     assert copied.grad is None
     assert torch.equal(copied, param)
@@ -284,7 +287,7 @@ def test_a_copied_model_has_no_gradient() -> None:
 
 
 def test_detaching_it_is_no_way_around() -> None:
-    param, _ = consumed(Owner())
+    param, _ = consumed(OWNER)
     assert param.grad is not None
     with pytest.raises(GradientConsumed):
         param.grad.detach().add_(1)
@@ -294,6 +297,23 @@ def test_detaching_it_is_no_way_around() -> None:
 
 def test_a_pointer_without_an_operator_is_an_error() -> None:
     """It was null, which readers of the capsule follow."""
-    param, _ = consumed(Owner())
+    param, _ = consumed(OWNER)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(param.grad)
+
+
+def test_a_voided_gradient_says_that_its_values_are_gone() -> None:
+    param, grad = consumed(OWNER)
+    grad.void()
+    with pytest.raises(GradientConsumed, match=r"of parameter 7 are gone.*repeat the backward"):
+        grad.norm()
+    assert "parameter 7 are gone" in str(held_elsewhere(grad))
+    grad.zero_()
+    assert not OWNER.zeroed and param.grad is grad
+
+
+def test_setting_its_data_is_refused() -> None:
+    _, grad = consumed(OWNER)
+    assert grad.data.shape == grad.shape
+    with pytest.raises(GradientConsumed, match="parameter 7"):
+        grad.data = torch.ones(2, 3)

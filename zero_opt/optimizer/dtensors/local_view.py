@@ -80,8 +80,8 @@ class _Twin:
         self.param.grad = self._consumed
 
     def drop_consumed(self) -> None:
-        """Drop ``p.grad`` if it is consumed."""
-        if self._consumed is not None and self.param.grad is self._consumed:
+        """Drop ``p.grad`` if it is consumed, and the part's gradient was dropped."""
+        if self.plain.grad is None and self._consumed is not None and self.param.grad is self._consumed:
             self.param.grad = None
 
     def note_writes(self) -> None:

@@ -1,0 +1,173 @@
+"""``p.grad`` that is kept, and set again after another backward, never stands for the gradient of that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+def _backward(model: nn.Module, rank: int, scale: float) -> None:
+    (model(torch.ones(2, 5) * (1 + rank)) * scale).sum().backward()
+
+
+def _grads(model: nn.Module) -> list[Tensor | None]:
+    return [param.grad for param in model.parameters()]
+
+
+def _set(model: nn.Module, grads: list[Tensor | None]) -> None:
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+
+
+def _by_hand(model: nn.Module, optimizer: Any) -> None:
+    _set(model, [None] * 4)
+
+
+DROPS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "by hand": _by_hand,
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "opt.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+}
+POLICIES = (None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1))
+
+
+def _put_back(rank: int, world_size: int, drop: str, again: bool, offload: Any) -> tuple[str, list[Tensor]]:
+    """Keep gradients, drop them, make others if ``again``, and step by those that were kept."""
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, offload=offload)
+    _backward(model, rank, 1.0)
+    kept = _grads(model)
+    DROPS[drop](model, optimizer)
+    if again:
+        _backward(model, rank, -3.0)
+    _set(model, kept)
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    _backward(model, rank, 1.0)
+    optimizer.step()
+    optimizer.flush()
+    optimizer.close()
+    return str(caught.value), [param.detach() for param in model.parameters()]
+
+
+def _expected() -> list[Tensor]:
+    """After one step by the mean gradient of two ranks."""
+    model = _model()
+    by_rank = []
+    for rank in range(2):
+        model.zero_grad()
+        _backward(model, rank, 1.0)
+        by_rank.append([param.grad for param in model.parameters() if param.grad is not None])
+    _set(model, [(first + second) / 2 for first, second in zip(*by_rank, strict=True)])
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("offload", POLICIES, ids=str)
+@pytest.mark.parametrize("drop", DROPS)
+def test_a_kept_gradient_is_refused_after_another_backward(drop: str, offload: Any) -> None:
+    for message, params in run_processes(2, _put_back, drop, True, offload):
+        assert "the gradient of parameter 0 " in message and "repeat the backward" in message
+        assert_bitwise(params, _expected())
+
+
+def test_a_kept_gradient_is_refused_after_zero_grad() -> None:
+    for message, _ in run_processes(2, _put_back, "opt.zero_grad", False, None):
+        assert "the gradient of parameter 0 " in message and "are gone" in message
+
+
+def _put_back_at_once(rank: int, world_size: int, puts_back: bool) -> list[Tensor]:
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    for _ in range(3):
+        _backward(model, rank, 1.0)
+        kept = _grads(model)
+        if puts_back:
+            _set(model, [None] * 4)
+            _set(model, kept)
+        optimizer.step()
+        optimizer.zero_grad()
+        _backward(model, rank, 2.0)  # what is kept from the step before is in nobody's way
+        optimizer.step()
+        model.zero_grad()
+    optimizer.close()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_a_kept_gradient_that_nothing_has_followed_is_what_it_was() -> None:
+    for params, expected in zip(
+        run_processes(2, _put_back_at_once, True), run_processes(2, _put_back_at_once, False), strict=True
+    ):
+        assert_bitwise(params, expected)
+
+
+def _close_before_the_step(rank: int, world_size: int, reduction: Any) -> tuple[str, list[Tensor]]:
+    model = _model()
+    first = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    _backward(model, rank, 1.0)
+    first.close()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, reduction=reduction)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    assert_bitwise([param.detach() for param in model.parameters()], before)
+    optimizer.zero_grad()
+    _backward(model, rank, 1.0)
+    optimizer.step()
+    optimizer.flush()
+    optimizer.close()
+    return str(caught.value), [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.AtStep()], ids=str)
+def test_gradients_that_close_has_dropped_are_not_taken_for_none(reduction: Any) -> None:
+    for message, params in run_processes(2, _close_before_the_step, reduction):
+        assert "are gone" in message and "repeat the backward" in message
+        assert_bitwise(params, _expected())
+
+
+def _over_fsdp(rank: int, world_size: int, closes: bool) -> str:
+    """Gradients that leave early over DTensors are kept beside another backward, or their optimizer ``closes``."""
+    model = _model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+
+    def made() -> Any:
+        return zero_opt.ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, offload=zero_opt.WorkerOffload(speculate=True)
+        )
+
+    optimizer = made()
+    _backward(model, rank, 1.0)
+    if closes:
+        optimizer.close()
+        optimizer = made()
+    else:
+        kept = _grads(model)
+        _set(model, [None] * 4)
+        _backward(model, rank, -3.0)
+        _set(model, kept)
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_gradients_of_dtensors_are_refused_likewise(closes: bool) -> None:
+    for message in run_processes(2, _over_fsdp, closes):
+        assert "are gone" in message and "repeat the backward" in message

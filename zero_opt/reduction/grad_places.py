@@ -1,0 +1,91 @@
+"""Where each gradient goes, and the stand-in that ``p.grad`` has once it is there.
+
+[Note: stand-ins that somebody has kept]
+A parameter has one stand-in, which its ``p.grad`` gets again in every step. Whoever keeps ``p.grad``, drops it, and
+sets it again later would set what stands for another gradient by then. So when a gradient is dropped, a stand-in to
+which there are more references than to a new one is voided, and the parameter gets another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not, itemgetter, not_
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .consumed_grad import ConsumedGrad, GradOwner, any_pending
+
+
+class GradPlace(NamedTuple):
+    """A parameter, the stand-in for its gradient, its bucket, and its position there: what a hook needs at once."""
+
+    param: Tensor
+    consumed: ConsumedGrad
+    bucket: int
+    position: int
+
+
+_grad_of = attrgetter("grad")
+_param_of, _consumed_of = itemgetter(0), itemgetter(1)  # of a place
+
+
+class GradPlaces(dict[int, GradPlace]):
+    """The place of each planned parameter, by global index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._references = 0  # to a stand-in that nobody has kept
+
+    def plan(self, index: int, param: Tensor, owner: GradOwner, label: str, at: tuple[int, int]) -> None:
+        """Give a parameter its place: ``at`` a position in a bucket."""
+        self[index] = GradPlace(param, ConsumedGrad(param, owner, index, label), *at)
+        (self._references,) = _references([self[index].consumed])
+
+    def dropped(self, among: Iterable[int]) -> list[int]:
+        """Return those whose ``p.grad`` is another, or None; other threads of autograd may have put new ones there."""
+        indices = [*among]
+        places = [*map(self.__getitem__, indices)]
+        kept = map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places))
+        return [*compress(indices, map(not_, kept))]
+
+    def taken(self) -> bool:
+        """Return whether every gradient has been taken, and nothing was added to it since."""
+        places = self.values()
+        same = all(map(is_, map(_grad_of, map(_param_of, places)), map(_consumed_of, places)))
+        return same and not any_pending(map(_consumed_of, places))
+
+    def any_grad(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return any(map(is_not, map(_grad_of, map(_param_of, self.values())), repeat(None)))
+
+    def forget_pending(self, indices: Iterable[int]) -> None:
+        """Forget what autograd has accumulated into these since they were taken."""
+        grads = [self[index].consumed for index in indices]
+        for grad in grads if any_pending(grads) else ():
+            grad.pending = None
+
+    def renew(self, indices: Collection[int]) -> None:
+        """Give another stand-in to those that were dropped, but kept; see [Note: stand-ins that somebody has kept]."""
+        counts = _references([self[index].consumed for index in indices])
+        for index in [index for index, count in zip(indices, counts, strict=True) if count > self._references]:
+            old = self[index].consumed
+            owner = old.owner()
+            if owner is not None:
+                old.void()
+                self[index] = self[index]._replace(consumed=ConsumedGrad(self[index].param, owner, index, old.label))
+
+    def void(self, indices: Collection[int]) -> None:
+        """At the end: void the stand-ins of these, whose gradients were never stepped, and drop all others."""
+        for index, (param, consumed, *_) in self.items():
+            if index in indices:
+                consumed.void()
+            elif param.grad is consumed:
+                param.grad = None
+
+
+def _references(grads: list[ConsumedGrad]) -> list[int]:
+    """Return how many references there are to each; some are the interpreter's, as many to all that come this way."""
+    return list(map(sys.getrefcount, grads))
