@@ -63,13 +63,15 @@ class GradPlaces(dict[int, GradPlace]):
 
     def forget_pending(self, indices: Iterable[int]) -> None:
         """Forget what autograd has accumulated into these since they were taken."""
-        grads = [self[index].consumed for index in indices]
+        grads = [*map(_consumed_of, map(self.__getitem__, indices))]
         for grad in grads if any_pending(grads) else ():
             grad.pending = None
 
     def renew(self, indices: Collection[int]) -> None:
         """Give another stand-in to those that were dropped, but kept; see [Note: stand-ins that somebody has kept]."""
-        counts = _references([self[index].consumed for index in indices])
+        counts = _references([*map(_consumed_of, map(self.__getitem__, indices))])
+        if max(counts, default=0) <= self._references:
+            return
         for index in [index for index, count in zip(indices, counts, strict=True) if count > self._references]:
             old = self[index].consumed
             owner = old.owner()
