@@ -6,31 +6,89 @@ round on that is the same one on every rank.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Collection, Iterable, Mapping
 from functools import reduce
-from itertools import product
 from operator import or_
 from typing import NamedTuple
 
 from ..comm.agreement import StepAgreement
 from ..errors import GradientConflict
+from ..layout import indices_of
 from .interface import ReductionParts
 
 _INSTEAD = "call opt.zero_grad() on every rank instead of model.zero_grad()"
+_WAYS_OUT = f"{_INSTEAD}, or use reduction=zero_opt.AtStep(), which reduces what there is at step()"
 
 
-class Restarts(NamedTuple):
-    """What a rank knows of sums, a bit per parameter.
+class OwnSums:
+    """Which rounds this rank's part of each sum is of.
 
-    Attributes:
-        kept: earlier rounds are part of the sum, and were not dropped. late: dropped or zeroed after the first round.
+    Rounds count from 1 when the ranks last agreed; 0 is all that was summed before. ``_first`` has the first round that
+    a parameter's sum has of this rank; ``_restarts`` the last one before the parameter was dropped or zeroed.
     """
 
-    kept: int
-    late: int
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}
+        self._restarts: dict[int, int] = {}
+
+    def add(self, param: int, rounds: int) -> None:
+        """Note a gradient that has gone into a round."""
+        self._first.setdefault(param, rounds)
+
+    def restart(self, params: Iterable[int], rounds: int) -> None:
+        """Note what was dropped or zeroed, when there had been so many rounds."""
+        for param in params:
+            if self._first.pop(param, None) is not None or param in self._restarts:
+                self._restarts[param] = rounds
+
+    def agreed(self, params: Collection[int]) -> None:
+        """Note that the shards hold gradients of these, and no others."""
+        self._first = dict.fromkeys(params, 0)
+
+    def forget_rounds(self) -> None:
+        """Begin to count rounds."""
+        self._restarts.clear()
+        self.agreed(self._first)
+
+    def clear(self) -> None:
+        """Note that the shards hold nothing."""
+        self._first.clear()
+
+    @property
+    def restarted(self) -> Collection[int]:
+        """The parameters that were dropped or zeroed, though part of a sum."""
+        return self._restarts.keys()
+
+    def told(self, params: Collection[int]) -> Told:
+        """Return what another rank must know of these parameters."""
+        # What was dropped within a round, before the parameter's own gradient came, leaves that round in the sum.
+        voided = {
+            param: min(rounds, self._first.get(param, rounds + 1) - 1)
+            for param, rounds in self._restarts.items()
+            if param in params
+        }
+        return Told(voided, {param: rounds for param, rounds in self._first.items() if param in params})
+
+    def digest(self) -> bytes:
+        """Return what is equal on ranks that have begun their sums anew after the same rounds."""
+        late = sorted((param, last) for param, last in self.told(self.restarted).voided.items() if last)
+        return hashlib.sha256(json.dumps(late).encode()).digest() if late else b""
 
 
-def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: ReductionParts) -> None:
+class Told(NamedTuple):
+    """What a rank tells of sums, by parameter.
+
+    Attributes:
+        voided: the last round that it wants out of the sum. first: the first round that it has in the sum.
+    """
+
+    voided: Mapping[int, int]
+    first: Mapping[int, int]
+
+
+def require_same_restarts(agreed: StepAgreement, mine: OwnSums, parts: ReductionParts) -> None:
     """Refuse a gradient that some ranks have dropped or zeroed, unless the sum can begin anew on all. Collective.
 
     It cannot where another rank keeps what the sum has of it, where the parameter's owner has had no gradient and so
@@ -41,31 +99,43 @@ def require_same_restarts(agreed: StepAgreement, mine: Restarts, parts: Reductio
     """
     restarted = [report.restarted & agreed.used for report in agreed.reports]
     rounds = {report.rounds for report in agreed.reports if not report.absent}
-    if not any(restarted) or (len(set(restarted)) == 1 and len(rounds) == 1):
+    digests = {report.sample for report in agreed.reports}
+    if not any(restarted) or len(set(restarted)) == len(rounds) == len(digests) == 1:
         return
-    told = [Restarts(*json.loads(raw)) for raw in parts.agreement.group.all_gather_bytes(json.dumps(mine).encode())]
-    late = reduce(or_, (rank.late for rank in told)) & agreed.used
-    if late and len(rounds) > 1:
+    doubtful = indices_of(reduce(or_, restarted))
+    pairs = json.dumps([[*part.items()] for part in mine.told(doubtful)]).encode()
+    told = [Told(*map(dict, json.loads(raw))) for raw in parts.agreement.group.all_gather_bytes(pairs)]
+    if len(rounds) > 1 and any(any(rank.voided.values()) for rank in told):
         raise GradientConflict(
             "p.grad was dropped or zeroed between two backwards of one step, of which the ranks have had unequal "
             f"numbers; {_INSTEAD}"
         )
-    used_by = [report.used for report in agreed.reports]
-    for (rank, mask), (other, known) in product(enumerate(restarted), enumerate(told)):
-        # A gradient of the last round alone counts as kept where the rank that has dropped it has had no newer one.
-        kept = mask & (known.kept | (used_by[other] & ~restarted[other] & ~used_by[rank]))
-        if kept:
-            label = parts.partition.flats[(kept & -kept).bit_length() - 1].label
-            raise GradientConflict(
-                f"{label}: p.grad was dropped or zeroed on rank {rank}, and not on rank {other}, so what backwards "
-                f"have added to it is in the mean of all ranks; {_INSTEAD}, or use reduction=zero_opt.AtStep(), which "
-                "reduces what there is at step()"
+    owners: dict[int, list[int]] = {param: [] for param in doubtful}
+    for bucket in parts.partition.buckets if doubtful else ():
+        for owner in range(len(told)):
+            for param in doubtful.intersection(piece.param for piece in bucket.layout.slices(owner)):
+                owners[param].append(owner)
+    for param in sorted(doubtful):
+        conflict = _conflict(param, told, owners[param])
+        if conflict is not None:
+            raise GradientConflict(f"{parts.partition.flats[param].label}: p.grad was dropped or zeroed {conflict}")
+
+
+def _conflict(param: int, told: Collection[Told], owners: Iterable[int]) -> str | None:
+    """Return why one parameter's sum cannot begin anew, if it cannot."""
+    voided = {rank: known.voided[param] for rank, known in enumerate(told) if param in known.voided}
+    first = {rank: known.first[param] for rank, known in enumerate(told) if param in known.first}
+    for rank, last in voided.items():
+        for other in (other for other, begun in first.items() if begun <= last):
+            return (
+                f"on rank {rank}, and not on rank {other}, so what backwards have added to it is in the mean of all "
+                f"ranks; {_WAYS_OUT}"
             )
-    for bucket in parts.partition.buckets:
-        for owner, mask in enumerate(restarted):
-            for piece in bucket.layout.slices(owner):
-                if (late & ~mask) >> piece.param & 1:
-                    raise GradientConflict(
-                        f"{parts.partition.flats[piece.param].label}: p.grad was dropped or zeroed between two "
-                        f"backwards of one step on some ranks, while on rank {owner} it has had none yet; {_INSTEAD}"
-                    )
+    rank, latest = max(voided.items(), key=lambda item: item[1])
+    for owner in owners if latest else ():
+        if voided.get(owner) != latest:
+            return (
+                f"on rank {rank}, while on rank {owner} it has had none yet: the sum of it there cannot begin anew; "
+                f"{_WAYS_OUT}"
+            )
+    return None

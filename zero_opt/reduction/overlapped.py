@@ -30,12 +30,12 @@ from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
-from ..layout import indices_of, mask_of
+from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
 from .consumed_grad import ConsumedGrad, held_elsewhere
-from .dropped_grads import Restarts, require_same_restarts
+from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .round_matching import RoundMatching
@@ -49,8 +49,8 @@ class OverlappedReduction(GradReduction):
 
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
-    slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, and ``_held`` those of
-    which earlier rounds are part of the sum, as far as this rank knows. ``_owned`` has those with a slice on this rank.
+    slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, as far as this rank knows.
+    ``_owned`` has those with a slice on this rank.
     Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
     """
 
@@ -66,7 +66,7 @@ class OverlappedReduction(GradReduction):
         self._sync = True
         self._places = GradPlaces()
         self._owned: set[int] = set()
-        self._live, self._held, self._shown = set[int](), set[int](), set[int]()
+        self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[bool] | None = None
         self._launch_order: list[int] = []
         self._active: list[int] = []
@@ -83,8 +83,7 @@ class OverlappedReduction(GradReduction):
         self._task: int | None = None  # whose arrivals belong to the round under way
         self._rounds, self._next = 0, 0
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
-        self._restarted: set[int] = set()  # dropped or zeroed, though part of the sum
-        self._restarted_late: set[int] = set()  # of these, after the first round
+        self._sums.forget_rounds()
         self._futures: list[Future[bool]] = []
         self._left: list[SealedRound] = []  # at most one: see [Note: the last bucket]
 
@@ -179,6 +178,7 @@ class OverlappedReduction(GradReduction):
         if self._fills[place.bucket].sealed:
             self._open_round()
         self._in_round.add(index)
+        self._sums.add(index, self._rounds)
         self._withdrawn.discard(index)
         self._local.discard(index)
         fill = self._fills[place.bucket]
@@ -206,7 +206,6 @@ class OverlappedReduction(GradReduction):
         self._left.clear()
         partition = self._partition
         self._forget(self._dropped_of(self._shown))
-        self._held |= self._in_round
         self._delivered |= self._in_round
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
@@ -234,7 +233,7 @@ class OverlappedReduction(GradReduction):
     def _forget_all(self) -> None:
         """Let every gradient start afresh; the rounds of this epoch are forgotten next."""
         self._places.forget_pending(self._places)
-        self._held.clear()
+        self._sums.clear()
         self._live.clear()
         self._shown.clear()
         self._places.renew(self._places)
@@ -245,11 +244,7 @@ class OverlappedReduction(GradReduction):
 
     def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
-        summed = (self._held | self._in_round).intersection(indices)
-        self._restarted |= summed
-        if self._rounds:
-            self._restarted_late |= summed
-        self._held -= summed
+        self._sums.restart(self._shown.intersection(indices), self._rounds)
         self._live.difference_update(indices)
         places, fills = self._places, self._fills
         if fills:
@@ -307,7 +302,8 @@ class OverlappedReduction(GradReduction):
             self._open_round()
         self._launch_all()
         self._collecting, self._planned_in_step = True, False
-        return OwnRounds(self._rounds, error, self._restarted, self._matching.abandoned)
+        restarted, sample = self._sums.restarted, self._sums.digest()
+        return OwnRounds(self._rounds, error, restarted, self._matching.abandoned, sample)
 
     def disagreed(self) -> None:
         """Void this epoch: buckets that were launched may answer those of another step."""
@@ -316,8 +312,7 @@ class OverlappedReduction(GradReduction):
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         self._parts.reduce_zeros(self._matching.missing(agreed, self._active))
         self._futures += self._matching.launch_held()
-        restarts = Restarts(mask_of(self._held - self._restarted), mask_of(self._restarted_late))
-        require_same_restarts(agreed, restarts, self._parts)
+        require_same_restarts(agreed, self._sums, self._parts)
         while self._rounds < agreed.rounds:
             self._open_round()
             self._launch_all()
@@ -409,7 +404,7 @@ class OverlappedReduction(GradReduction):
         for param, consumed, *_ in [place for place in shown if place.param.grad is not place.consumed]:
             param.grad = consumed
         self._shown |= indices
-        self._held = set(indices)
+        self._sums.agreed(indices)
         self._live &= indices
         zeroed = (indices & self._owned) - self._live  # in place, and nothing added since
         for bucket in self._partition.buckets if zeroed else ():
