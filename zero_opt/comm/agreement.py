@@ -38,7 +38,7 @@ class StepReport:
         step, epoch: optimizer steps done; ``zero_grad`` calls since the last one.
         rounds: gradient exchanges per bucket in this window.
         used: bit per parameter, whether it has a gradient here. trainable: bit per parameter, requires_grad.
-        restarted: bit per parameter, whether its gradient was dropped or zeroed here between two exchanges.
+        restarted: bit per parameter, whether its gradient was dropped or zeroed here though part of a sum.
         absent: this rank has run out of inputs, and goes along with whatever the others do.
         clip_to: the norm to clip to, where gradients are about to be clipped rather than stepped.
         unscales: GradScaler is about to unscale the gradients. scaled: it has left that to the step.

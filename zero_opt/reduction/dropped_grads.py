@@ -19,7 +19,7 @@ from ..layout import indices_of
 from .interface import ReductionParts
 
 _INSTEAD = "call opt.zero_grad() on every rank instead of model.zero_grad()"
-_WAYS_OUT = f"{_INSTEAD}, or use reduction=zero_opt.AtStep(), which reduces what there is at step()"
+_OR_AT_STEP = f"{_INSTEAD}, or use reduction=zero_opt.AtStep(), which reduces what there is at step()"
 
 
 class OwnSums:
@@ -129,13 +129,13 @@ def _conflict(param: int, told: Collection[Told], owners: Iterable[int]) -> str 
         for other in (other for other, begun in first.items() if begun <= last):
             return (
                 f"on rank {rank}, and not on rank {other}, so what backwards have added to it is in the mean of all "
-                f"ranks; {_WAYS_OUT}"
+                f"ranks; {_OR_AT_STEP}"
             )
     rank, latest = max(voided.items(), key=lambda item: item[1])
     for owner in owners if latest else ():
         if voided.get(owner) != latest:
             return (
                 f"on rank {rank}, while on rank {owner} it has had none yet: the sum of it there cannot begin anew; "
-                f"{_WAYS_OUT}"
+                f"{_OR_AT_STEP}"
             )
     return None

@@ -77,7 +77,7 @@ class OwnRounds(NamedTuple):
     Attributes:
         rounds: exchanges of every bucket since the last :meth:`GradReduction.collect`.
         error: what went wrong on this rank; every rank raises it.
-        restarted: parameters whose gradient was dropped or zeroed between two rounds.
+        restarted: parameters whose gradient was dropped or zeroed though part of a sum.
         abandoned, sample: see :class:`StepReport`.
     """
 

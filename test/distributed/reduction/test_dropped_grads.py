@@ -48,8 +48,45 @@ def test_a_gradient_that_every_rank_drops_after_its_backward_is_dropped() -> Non
         assert [found[0] for found in seen] == [0.0, -2.0]
 
 
+def _zero_after_backward(rank: int, world_size: int, zeroing: tuple[int, ...], which: tuple[int, ...]) -> list[Any]:
+    """Some ranks zero gradients after the only backward, the first of which is cut; what step() said, and did."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in (900, 70, 70)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    sum(param.sum() * (rank + 1) for param in params).backward()  # type: ignore[union-attr]
+    for index in which if rank in zeroing else ():
+        params[index].grad.zero_()  # type: ignore[union-attr]
+    said = ""
+    try:
+        optimizer.step()
+    except zero_opt.GradientConflict as error:
+        said = str(error)
+    optimizer.close()
+    return [said, *([float(param.detach()[at]) for at in (0, -1)] for param in params)]
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(("world_size", "zeroing"), [(2, (0,)), (2, (1,)), (3, (1,)), (3, (0, 2))], ids=str)
+def test_a_gradient_that_some_ranks_zero_after_the_only_backward_is_refused_with_their_name(
+    world_size: int, zeroing: tuple[int, ...], which: tuple[int, ...]
+) -> None:
+    """Whichever rank owns it."""
+    other = min({*range(world_size)}.difference(zeroing))
+    for said, *moved in run_processes(world_size, _zero_after_backward, zeroing, which):
+        words = f"p.grad was dropped or zeroed on rank {zeroing[0]}, and not on rank {other}, so"
+        assert said.startswith(f"parameter {which[0]} ") and words in said
+        assert moved == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_all_ranks_zero_after_the_only_backward_is_zero(world_size: int) -> None:
+    mean = (world_size + 1) / 2
+    for said, *moved in run_processes(world_size, _zero_after_backward, tuple(range(world_size)), (0, 2)):
+        assert not said
+        assert moved == [[0.0, 0.0], [-mean, -mean], [0.0, 0.0]]
+
+
 def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
-    """Play backward (``n``: inside no_sync()), step, drops (``0``: of rank 0, ``a``: of all), and a write (``g``)."""
+    """Play backward (``n``: inside no_sync()), step, drops (``0``, ``1``: of one, ``a``: of all), a write (``g``)."""
     param = torch.nn.Parameter(torch.zeros(4))
     reduction = zero_opt.Overlapped(exchange=exchange)
     optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=1.0, reduction=reduction)
@@ -60,7 +97,7 @@ def _play(rank: int, world_size: int, script: str, exchange: str) -> list[str]:
         elif act == "n":
             with optimizer.no_sync():
                 (param.sum() * (1 + rank)).backward()
-        elif act == "a" or (act == "0" and rank == 0):
+        elif act in ("a", str(rank)):
             param.grad = None
         elif act == "z" or (act == "Z" and rank == 0):
             param.grad.zero_()  # type: ignore[union-attr]
@@ -131,6 +168,14 @@ def test_a_sum_that_one_rank_alone_begins_anew_is_refused(script: str, exchange:
     for said in run_processes(2, _play, script, exchange):
         assert said[:-1] == ["-1.5"] * (len(said) - 1)
         assert "on rank 0" in said[-1] and "not on rank 1" in said[-1] and "opt.zero_grad()" in said[-1], said[-1]
+
+
+@pytest.mark.parametrize("script", ["b0b1bs", "bab0bs", "bzb0bs", "b0b1s", "babZs"])
+def test_a_sum_that_ranks_begin_anew_after_unequal_rounds_is_refused(script: str) -> None:
+    """Each has done so, and the last one alone keeps nothing of what another has summed since."""
+    last = max("01".find(act.replace("Z", "0")) for act in script)
+    for (said,) in run_processes(2, _play, script, "auto"):
+        assert f"on rank {last}, and not on rank {1 - last}" in said, said
 
 
 @pytest.mark.parametrize(
