@@ -55,6 +55,12 @@ class _Signature:
             for one, two in zip(self._samples, now, strict=True)
         )
 
+    def first_added(self, params: Sequence[Tensor]) -> int | None:
+        """Return the first parameter with a gradient that was added since, if the others' gradients are the same."""
+        known = len(self._seen)
+        added = [index for index, param in enumerate(params) if index >= known and param.grad is not None]
+        return added[0] if added and self.matches(params[:known]) else None
+
     def gone(self, params: Sequence[Tensor]) -> bool:
         """Return whether all gradients that there were have been dropped or replaced."""
         return not any(
@@ -70,6 +76,19 @@ def _samples(grads: Iterable[Tensor | None]) -> list[Tensor]:
         if grad is not None:
             by_device.setdefault(grad.device, []).append(few_values(grad))
     return [torch.cat(views).to(torch.float64) for views in by_device.values()]
+
+
+def _not_as_clipped(added: int | None) -> GradientConflict:
+    if added is not None:
+        return GradientConflict(
+            f"parameter {added} has a gradient that opt.clip_grad_norm_() has not clipped, as opt.add_param_group() "
+            "has added the parameter since: add the group first, then clip"
+        )
+    return GradientConflict(
+        "p.grad was edited after opt.clip_grad_norm_(), or another backward has added to it; clipping had reduced it "
+        "already: run every backward of the step, and edit first, then clip (scaler.unscale_(opt), too, comes before "
+        "it, or is left out)"
+    )
 
 
 def _no_grad() -> None:
@@ -104,11 +123,7 @@ class AtStepReduction(GradReduction):
         fresh = not self._is_reduced(steps=steps)
         gone = reduced is not None and reduced.gone(params)
         if fresh and self._scaled and not gone and error is None:
-            error = GradientConflict(
-                "p.grad was edited after opt.clip_grad_norm_(), or another backward has added to it; clipping had "
-                "reduced it already: run every backward of the step, and edit first, then clip (scaler.unscale_(opt), "
-                "too, comes before it, or is left out)"
-            )
+            error = _not_as_clipped(None if reduced is None else reduced.first_added(params))
         error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
         return OwnRounds(rounds, error or sparse_refusal(self._partition))

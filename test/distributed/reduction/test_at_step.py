@@ -95,6 +95,37 @@ def test_a_group_may_be_added_between_clipping_and_the_step(world_size: int) -> 
     assert_bitwise(run_threads(world_size, _add_after_clip, True), run_threads(world_size, _add_after_clip, False))
 
 
+def _add_with_gradient_after_clip(rank: int, world_size: int, edits: bool) -> list[Tensor]:
+    """On rank 0 alone; then clip again, with the group."""
+    params, optimizer = _made()
+    late = torch.nn.Parameter(torch.ones(3))
+    for param, grad in zip(params, _gradients(0, rank), strict=True):
+        _in_place(param, grad)
+    optimizer.clip_grad_norm_(MAX_NORM)
+    late.grad = torch.ones(3) if rank == 0 else None
+    optimizer.add_param_group({"params": [late]})
+    if edits:
+        _in_place(params[0], torch.ones(NUMELS[0]))
+    cause = (
+        r"edited after opt\.clip_grad_norm_\(\)" if edits else rf"parameter {len(params)} has .* add the group first"
+    )
+    with pytest.raises(zero_opt.GradientConflict, match=cause):
+        optimizer.step()
+    optimizer.zero_grad()
+    late.grad = torch.ones(3)
+    optimizer.clip_grad_norm_(MAX_NORM)
+    optimizer.step()
+    optimizer.close()
+    return [late.detach()]
+
+
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_group_that_is_added_with_gradients_after_clipping_is_named(world_size: int, edits: bool) -> None:
+    (late,) = run_threads(world_size, _add_with_gradient_after_clip, edits)[0]
+    assert torch.allclose(late, torch.full((3,), 1 - 0.25 * MAX_NORM / 3**0.5))
+
+
 def _accumulate(rank: int, world_size: int, dtype: torch.dtype, options: Any, by_hand: bool) -> list[list[Tensor]]:
     """Clip, step, and take another step with the clipped gradients and new ones, as without zero_grad().
 
