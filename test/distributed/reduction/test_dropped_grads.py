@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -241,3 +242,52 @@ def _drop_where_the_owner_cannot_see_it(rank: int, world_size: int) -> str:
 def test_a_drop_that_the_owner_cannot_see_is_refused() -> None:
     for message in run_processes(2, _drop_where_the_owner_cannot_see_it):
         assert "parameter 0 " in message and "opt.zero_grad()" in message
+
+
+def _play_at_random(rank: int, world_size: int, seed: int) -> tuple[bool, list[float], list[float]]:
+    """Backwards of some ranks, and gradients that some drop or zero; whether step() refused, what it did, and ought to.
+
+    The first parameter is cut. The last has a gradient in every backward, so that all ranks have had equal rounds.
+    """
+    chance = random.Random(seed)
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in (900, 70, 5)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=zero_opt.Overlapped(BUCKET_MB))
+    sums: list[list[float | None]] = [[None] * 3 for _ in range(world_size)]
+    for act in "b" + "".join(chance.choice("bzd") for _ in range(4)):
+        everyone = chance.random() < 0.6
+        for other in range(world_size):
+            among = [index for index in range(3) if chance.random() < 0.6 or (act == "b" and index == 2)]
+            if act != "b":
+                among = [
+                    index for index in among if (everyone or chance.random() < 0.5) and sums[other][index] is not None
+                ]
+            value = chance.randint(1, 9)
+            for index in among:
+                sums[other][index] = {"b": (sums[other][index] or 0.0) + value, "z": 0.0, "d": None}[act]
+            if other == rank and act == "b":
+                sum(params[index].sum() * value for index in among).backward()  # type: ignore[union-attr]
+            for param in [params[index] for index in among] if other == rank and act != "b" else ():
+                param.grad = None if act == "d" else param.grad.zero_()  # type: ignore[union-attr]
+    try:
+        optimizer.step()
+        refused = False
+    except zero_opt.GradientConflict:
+        refused = True
+    optimizer.close()
+    moved = [float(param.detach()[at]) for param in params for at in (0, -1)]
+    means = [-sum(known[index] or 0.0 for known in sums) / world_size for index in range(3)]
+    return refused, moved, [mean for mean in means for _ in range(2)]
+
+
+def _play_seeds(rank: int, world_size: int, seeds: range) -> list[tuple[bool, list[float], list[float]]]:
+    return [_play_at_random(rank, world_size, seed) for seed in seeds]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_has_the_mean_of_what_ranks_have_or_is_refused_on_all(world_size: int) -> None:
+    by_rank = run_processes(world_size, _play_seeds, range(30))
+    for turns in zip(*by_rank, strict=True):
+        assert len({refused for refused, *_ in turns}) == 1
+        for refused, moved, expected in turns:
+            assert moved == ([0.0] * 6 if refused else pytest.approx(expected))
+    assert 0 < sum(refused for refused, *_ in by_rank[0]) < 30
