@@ -97,7 +97,7 @@ def test_imports_that_no_contract_sees(source: str, module: str, depth: int, cou
         ("popen.wait(timeout=5)", "worker_process", 0),
         ("popen.wait(timeout=None)", "worker_process", 1),
         ("future.result()", "layout", 1),
-        ("future.result()", "reduction.overlapped", 0),
+        ("future.result()", "reduction.interface", 0),
         ("thread.join()\nqueue.get()\nlock.acquire()", "layout", 3),
         ("thread.join(5)\nqueue.get(timeout=1)\n','.join(words)\ntable.get(key)", "wiring", 0),
         ("poller = select.poll()\npoller.poll(100)", "worker_process", 0),

@@ -26,7 +26,7 @@ class Slot(BoundRun):
 
     Attributes:
         roles: which of the update's arrays the step reads and writes.
-        first: this step gives new arrays their values; the next is another run, if the update keeps no number of steps.
+        first: this step gives new arrays their values, so the run is not used again, unless the update counts steps.
         held: what the run reads and writes of the state: key, tensor, and that one's address, dtype, shape and strides.
     """
 

@@ -209,7 +209,7 @@ class BetweenSteps(Engine):
     def require_replaceable(self) -> None:
         """Raise ParamsReplaced if the user has replaced parameters, and it is too late to plan the new ones."""
         planned = self._planner.planned
-        reduced = any(isinstance(param.grad, ConsumedGrad) for param in planned)
+        reduced = any(isinstance(param.grad, ConsumedGrad) and param.grad.owner() is not None for param in planned)
         planned.require_replaceable(begun=reduced or self._loaded or self.count.step + self.skips > 0)
 
     def make_way(self, *, dtensors: bool) -> None:

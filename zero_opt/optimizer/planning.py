@@ -118,7 +118,7 @@ class Planner:
             OutOfMemory and others: as :meth:`make_room`.
         """
         placement, lacks = self._parts.placement, False
-        with suppress(ZeroOptError):  # the next step raises it
+        with suppress(ZeroOptError):  # the check before the step raises it
             lacks = not placement.pending and placement.lacks_room(self._parts.param_groups)
         if lacks and fit():
             self.make_room()

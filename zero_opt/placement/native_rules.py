@@ -148,15 +148,15 @@ def require_fitting(
 
 
 def require_placed(label: str, state: Mapping[str, Any], update: NativeUpdate, roles: Collection[str]) -> None:
-    """Raise StateDictError if a state that the user has edited has an array that the options of its group ask not for.
+    """Raise StateDictError if a state that the user has edited has an array that its group has no option on for.
 
     Args:
         roles: which of the update's arrays have a place.
     """
     for role in given_arrays(state, update.arrays).keys() - {*roles}:
         raise StateDictError(
-            f"opt.state of {label} has {role!r}, which has no place here before {update.switches[role]} is switched on "
-            "in its param group; do that first, or take it out"
+            f"opt.state of {label} has {role!r}, but {update.switches[role]} is off in its param group; switch that "
+            f"on, or delete {role!r}"
         )
 
 

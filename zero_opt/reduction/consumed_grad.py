@@ -61,13 +61,21 @@ class ConsumedGrad(torch.Tensor):
     label: str
 
     @staticmethod
-    def __new__(cls: type[ConsumedGrad], like: Tensor, owner: GradOwner, param: int, label: str) -> ConsumedGrad:
+    def __new__(
+        cls: type[ConsumedGrad],
+        like: Tensor,
+        owner: GradOwner | None,
+        param: int,
+        label: str,
+        device: torch.device | None = None,
+    ) -> ConsumedGrad:
         self: ConsumedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=_grad_strides(like), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=_grad_strides(like), dtype=like.dtype, device=device or like.device
         )
         # C++ that asks for a pointer without an operator, as to_dlpack() does, gets torch's error, not a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(self)
-        self.pending, self.owner, self.param, self.label = None, weakref.ref(owner), param, label
+        self.pending, self.param, self.label = None, param, label
+        self.owner = _nobody if owner is None else weakref.ref(owner)
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -80,7 +88,7 @@ class ConsumedGrad(torch.Tensor):
         """Return None: a copied model has no reduced gradient."""
 
     def void(self) -> None:
-        """Stand for no gradient any more: whoever has kept this gets errors from it, and from setting it again."""
+        """Stand for no gradient any more: reading this, or stepping by it, raises an error from now on."""
         self.pending, self.owner = None, _nobody
 
     def take_pending(self) -> Tensor | None:
@@ -98,12 +106,14 @@ class ConsumedGrad(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As any tensor's; to set it reaches no operator, either."""
+        """The tensor's data. Setting it is refused here: ``__torch_dispatch__`` does not see that."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
-    def data(self, _: Tensor) -> None:
-        raise _refusal("setting its data", (self,))
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ConsumedGrad) or value.owner() is not None:  # else what _converted() has returned
+            raise _refusal("setting its data", (self,))
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -128,18 +138,18 @@ def any_pending(grads: Iterable[ConsumedGrad]) -> bool:
 
 
 def _nobody() -> None:
-    """Return the owner of a gradient that is gone."""
+    """Return None, as a weak reference does to an owner that is gone."""
 
 
 def _gone(grad: ConsumedGrad) -> str:
     return (
-        f"the values of the gradient of {grad.label} are gone: it was dropped, or its ShardedOptimizer closed, after "
-        "this p.grad was taken. Call zero_grad(), and repeat the backward; to keep gradients, use "
+        f"the values of the gradient of {grad.label} are gone: a later one has replaced it, or its ShardedOptimizer "
+        "was closed. Set p.grad to None (model.zero_grad()), and repeat the backward; to keep gradients, use "
         "reduction=zero_opt.AtStep()"
     )
 
 
-def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:
+def not_held_here(grad: ConsumedGrad) -> GradientConflict:
     """Return the error for a gradient whose values another optimizer has taken, or that are gone."""
     if grad.owner() is None:
         return GradientConflict(_gone(grad))
@@ -150,9 +160,9 @@ def held_elsewhere(grad: ConsumedGrad) -> GradientConflict:
 
 
 def consumed_conflict(params: Iterable[Tensor]) -> GradientConflict | None:
-    """Return :func:`held_elsewhere` of the first consumed gradient, for a reduction that consumes none itself."""
+    """Return :func:`not_held_here` of the first consumed gradient, for a reduction that consumes none itself."""
     grads = (param.grad for param in params)
-    return next((held_elsewhere(grad) for grad in grads if isinstance(grad, ConsumedGrad)), None)
+    return next((not_held_here(grad) for grad in grads if isinstance(grad, ConsumedGrad)), None)
 
 
 def _grad_strides(param: Tensor) -> tuple[int, ...]:
@@ -238,6 +248,14 @@ def _zero(target: Any) -> Any:
     return target
 
 
+def _converted(grad: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any) -> Any:
+    """Let a gradient that is gone follow its parameter to another dtype or device."""
+    if not isinstance(grad, ConsumedGrad) or grad.owner() is not None:
+        return NotImplemented
+    like = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype or grad.dtype, device="meta")
+    return ConsumedGrad(like, None, grad.param, grad.label, device or grad.device)
+
+
 def _cannot_take_data(target: Any, source: Any) -> bool:  # noqa: ARG001  (as torch calls it)
     """Answer ``module.to()``, which asks whether it can assign ``grad.data``; if not it assigns ``grad``."""
     return False
@@ -266,6 +284,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten._has_compatible_shallow_copy_type.default: _cannot_take_data,
     aten.zero_.default: _zero,
+    aten._to_copy.default: _converted,
+    aten.empty_like.default: _converted,
     aten._foreach_zero_.default: _foreach_zero,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

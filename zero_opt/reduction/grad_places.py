@@ -1,9 +1,9 @@
 """Where each gradient goes, and the stand-in that ``p.grad`` has once it is there.
 
 [Note: stand-ins that somebody has kept]
-A parameter has one stand-in, which its ``p.grad`` gets again in every step. Whoever keeps ``p.grad``, drops it, and
-sets it again later would set what stands for another gradient by then. So when a gradient is dropped, a stand-in to
-which there are more references than to a new one is voided, and the parameter gets another.
+A parameter uses one stand-in again in every step. If a user keeps a reference, drops ``p.grad``, and assigns the
+reference later, it would stand for a newer gradient. So when a gradient is dropped, a stand-in with more references
+than a new one has is voided and replaced. Callers hold none in a variable meanwhile, or it is replaced in vain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GradPlaces(dict[int, GradPlace]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._references = 0  # to a stand-in that nobody has kept
+        self._references = 0  # to a stand-in that this table alone holds
 
     def plan(self, index: int, param: Tensor, owner: GradOwner, label: str, at: tuple[int, int]) -> None:
         """Give a parameter its place: ``at`` a position in a bucket."""
@@ -76,18 +76,18 @@ class GradPlaces(dict[int, GradPlace]):
             old = self[index].consumed
             owner = old.owner()
             if owner is not None:
-                old.void()
                 self[index] = self[index]._replace(consumed=ConsumedGrad(self[index].param, owner, index, old.label))
+                old.void()
 
-    def void(self, indices: Collection[int]) -> None:
-        """At the end: void the stand-ins of these, whose gradients were never stepped, and drop all others."""
+    def end(self, unstepped: Collection[int]) -> None:
+        """Void the stand-ins of ``unstepped`` gradients, and drop all others."""
         for index, (param, consumed, *_) in self.items():
-            if index in indices:
+            if index in unstepped:
                 consumed.void()
             elif param.grad is consumed:
                 param.grad = None
 
 
 def _references(grads: list[ConsumedGrad]) -> list[int]:
-    """Return how many references there are to each; some are the interpreter's, as many to all that come this way."""
+    """Return the reference count of each. Callers pass a list of their own, so that all counts include as many more."""
     return list(map(sys.getrefcount, grads))

@@ -122,10 +122,11 @@ class ReductionParts:
         """Return the exchange that carries a bucket."""
         return self.exchanges[bucket.device.type]
 
-    def keeps_busy(self, bucket: GradBucket) -> bool:
-        """Whether the exchange of a bucket keeps this rank's processor busy all the time, and has no order to keep."""
+    def occupies_core(self, bucket: GradBucket) -> bool:
+        """Return whether ranks exchange a bucket by loops of their own, matched by name, not by order."""
         exchange = self.exchange_of(bucket)
-        return exchange.blocks and not exchange.overlaps and not self.must_match
+        several = self.partition.world_size > 1
+        return several and exchange.blocks and not exchange.overlaps and not self.must_match
 
     def reduce_here(self, sealed: SealedRound) -> bool:
         """Reduce a round on the calling thread; see :meth:`GradBucket.reduce`."""

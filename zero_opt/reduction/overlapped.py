@@ -10,9 +10,10 @@ Buckets are exchanged in one order on all ranks, or two ranks could each wait fo
 complete waits for those before it. At first the order is the plan's, last parameters first. The first backward after
 parameters were planned gives another: the one in which buckets were completed on rank 0.
 
-[Note: the last bucket]
-No backward is left to hide the last exchange of a round. Through shared memory it would only take turns with what the
-rank does next: it is left to step(), which makes it on the thread that waits for it, or to the next round.
+[Note: the deferred bucket]
+The last bucket of a backward is complete when that ends, so no computation hides its exchange. Through shared memory an
+exchange occupies a core, for which a background thread would compete with the user's: step() makes it instead, or the
+next backward or ``zero_grad()`` hands it to the thread.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
 from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket
+from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses
-from .consumed_grad import ConsumedGrad, held_elsewhere
+from .consumed_grad import ConsumedGrad, consumed_conflict, not_held_here
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
@@ -85,7 +87,7 @@ class OverlappedReduction(GradReduction):
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
         self._sums.forget_rounds()
         self._futures: list[Future[bool]] = []
-        self._left: list[SealedRound] = []  # at most one: see [Note: the last bucket]
+        self._deferred: SealedRound | None = None
 
     def _forget_backwards(self) -> None:
         """Begin an epoch: no backward has delivered anything to it."""
@@ -191,21 +193,20 @@ class OverlappedReduction(GradReduction):
     def _check_fresh(self, index: int, grad: Tensor) -> None:
         """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
         if isinstance(grad, ConsumedGrad):
-            raise held_elsewhere(grad)
+            raise not_held_here(grad)
         if grad.layout is not torch.strided:
             label = self._partition.flats[index].label
             raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
-            self._forget([index])
+            self._start_afresh([index])
         self._places[index].consumed.pending = None
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
         self._launch_all()
-        self._futures += map(self._parts.reduce, self._left)
-        self._left.clear()
+        self._submit_deferred()
         partition = self._partition
-        self._forget(self._dropped_of(self._shown))
+        self._start_afresh(self._dropped_of(self._shown))
         self._delivered |= self._in_round
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
@@ -224,7 +225,7 @@ class OverlappedReduction(GradReduction):
                 with torch.no_grad(), bucket.streams.side([], []):
                     bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
 
-    def _forget(self, dropped: Collection[int]) -> None:
+    def _start_afresh(self, dropped: Collection[int]) -> None:
         """Let the next gradients of these start afresh, whose ``p.grad`` the user has dropped."""
         self._restart(dropped)
         self._shown.difference_update(dropped)
@@ -274,11 +275,21 @@ class OverlappedReduction(GradReduction):
         ident = Ident(self._parts.count.step, self._parts.count.epoch, self._sequence)
         self._sequence += 1
         sealed = SealedRound(bucket, fill, ident, accumulate)
-        last = self._next == len(self._active) and bucket.reader in self._squares and self._parts.keeps_busy(bucket)
-        if last and (self._void is None or self._void.done()):
-            self._left.append(sealed)
+        if self._next == len(self._active) and self._may_defer(bucket):
+            self._deferred = sealed
         else:
             self._futures += self._matching.launch(partial(self._parts.reduce, sealed))
+
+    def _may_defer(self, bucket: GradBucket) -> bool:
+        """Whether step() may exchange a bucket itself; see [Note: the deferred bucket]."""
+        idle = self._void is None or self._void.done()
+        # A placement that reads shards may begin its step early.
+        return idle and isinstance(bucket.reader, ShardSquares) and self._parts.occupies_core(bucket)
+
+    def _submit_deferred(self) -> None:
+        if self._deferred is not None:
+            self._futures.append(self._parts.reduce(self._deferred))
+            self._deferred = None
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
@@ -293,6 +304,7 @@ class OverlappedReduction(GradReduction):
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"
             )
         try:
+            self._require_planned()
             self._require_synced()
             self._take_plain()
         except ZeroOptError as own:
@@ -321,7 +333,10 @@ class OverlappedReduction(GradReduction):
         group = self._parts.agreement.group
         with group.exchanging():
             reduced = [outcome(future, group.lookout) for future in self._futures]
-        reduced += map(self._parts.reduce_here, self._left)
+        if self._deferred is not None:
+            sealed, self._deferred = self._deferred, None
+            self._futures.append(CallingThread().submit(self._parts.reduce_here, sealed))
+            reduced.append(self._futures[-1].result(0))
         self._partition.join()
         if not all(reduced):
             raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
@@ -360,6 +375,13 @@ class OverlappedReduction(GradReduction):
                 "with reduction=zero_opt.AtStep() every step reduces what there is"
             )
 
+    def _require_planned(self) -> None:
+        """Raise GradientConflict for a gradient that is not held here, of a parameter that has no place yet."""
+        if len(self._places) < len(self._parts.all_params):
+            unplanned = (param for at, param in enumerate(self._parts.all_params) if at not in self._places)
+            if (conflict := consumed_conflict(unplanned)) is not None:
+                raise conflict
+
     def _take_plain(self) -> None:
         """Take gradients that were set by hand or left by ``no_sync``; notice those dropped after the last backward."""
         if self._places.taken():
@@ -374,11 +396,11 @@ class OverlappedReduction(GradReduction):
                 if index in self._shown:
                     dropped.append(index)
                 continue
+            if isinstance(grad, ConsumedGrad) and grad is not consumed:
+                raise not_held_here(grad)
             if bucket not in self._active:
                 continue
             reduced = index in self._delivered or index in self._in_round
-            if isinstance(grad, ConsumedGrad) and grad is not consumed:
-                raise held_elsewhere(grad)
             if reduced and grad is not consumed and index not in self._local:
                 raise GradientConflict(
                     f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
@@ -388,7 +410,7 @@ class OverlappedReduction(GradReduction):
             if not self._fills or index in self._in_round:
                 self._open_round()
             self._take(index)
-        self._forget(dropped)
+        self._start_afresh(dropped)
 
     def _learn_order(self) -> None:
         """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
@@ -422,10 +444,11 @@ class OverlappedReduction(GradReduction):
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
         self._spoiled = self._collecting = False
         self._parts.reduce_zeros(self._matching.complete_round(self._active))
+        self._submit_deferred()  # other ranks may wait for it
         self._void = self._futures[-1] if self._futures else self._void
         self._passes.forget()
         if self._places.any_grad():
-            self._forget(self._dropped_of(self._partition.flats))
+            self._start_afresh(self._dropped_of(self._partition.flats))
         else:  # all were dropped
             self._forget_all()
         self._forget_rounds()
@@ -468,4 +491,5 @@ class OverlappedReduction(GradReduction):
 
     def close(self) -> None:
         self._hooks.close()
-        self._places.void(self._delivered | self._in_round)
+        self._places.end(self._delivered | self._in_round)
+        self._forget_rounds()

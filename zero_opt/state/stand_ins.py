@@ -60,8 +60,8 @@ class StandIns:
     """Entries in the owner's ``state`` for parameters without a slice on this rank. No method is collective.
 
     The entries are all the state there is: what the user puts into one counts from that parameter's next step on.
-    Parameters that were used alike are stepped together, by one step of zeros, with the hyperparameters that there are
-    then. Parameters of a class of which nothing is known have no entries, nor have those that the class cannot step: an
+    Parameters that were used alike are stepped together, by one step of zeros, with the current hyperparameters.
+    Parameters of a class of which nothing is known have no entries, nor have those that the class cannot step: an
     owner says why.
 
     Args:
@@ -87,7 +87,7 @@ class StandIns:
         """Stand in for more parameters, given by global index."""
         self._kinds.update(kinds)
         self._follow_forms()
-        for kind, members in self._by_kind(kinds if self._known else ()).items():
+        for kind, members in self._by_kind(kinds if self._known else (), self._stands_for).items():
             self._trial(kind)
             self._alike.setdefault(kind, []).append(self._enter(members, self._first_entry(kind, {})))
 
@@ -100,12 +100,12 @@ class StandIns:
         forms = (tuple(map(group.get, FORMS)) for group in groups)
         return [first.setdefault(form, number) for number, form in enumerate(forms)]
 
-    def _by_kind(self, indices: Iterable[int]) -> Mapping[Kind, list[int]]:
-        """Return the parameters that can be stepped together, by kind."""
+    def _by_kind(self, indices: Iterable[int], standing: Sequence[int]) -> Mapping[Kind, list[int]]:
+        """Return the parameters that can be stepped together, by kind; ``standing``: of :meth:`_standing`."""
         found = defaultdict[Kind, list[int]](list)
         for index in indices:
             kind = self._kinds[index]
-            found[kind._replace(group=self._stands_for[kind.group])].append(index)
+            found[kind._replace(group=standing[kind.group])].append(index)
         return found
 
     def _follow_forms(self) -> None:
@@ -113,12 +113,12 @@ class StandIns:
         standing = self._standing()
         if standing == self._stands_for:
             return
-        self._stands_for, before, self._alike = standing, self._alike, {}
-        for alike in (part for known in before.values() for each in known for part in self._as_seen(each)):
-            parted = self._by_kind(alike.members)
+        found = defaultdict[Kind, list[AlikeEntries]](list)
+        for alike in (part for known in self._alike.values() for each in known for part in self._as_seen(each)):
+            parted = self._by_kind(alike.members, standing)
             for kind, members in parted.items():
-                part = alike if len(parted) == 1 else self._enter(members, _apart(alike.entry))
-                self._alike.setdefault(kind, []).append(part)
+                found[kind].append(alike if len(parted) == 1 else self._enter(members, _apart(alike.entry)))
+        self._stands_for, self._alike = standing, {**found}
 
     def _trial(self, kind: Kind) -> Trial:
         if kind not in self._trials:
@@ -209,14 +209,15 @@ class StandIns:
         """Enter the scalars of full-shape state, by global index, where there are no entries yet."""
         self._entered.clear()
         members = [*chain(*(alike.members for known in self._alike.values() for alike in known))]
-        self._stands_for, self._alike = self._standing(), {}
-        for kind, alike in self._by_kind(members).items():
+        standing, entered = self._standing(), dict[Kind, list[AlikeEntries]]()
+        for kind, alike in self._by_kind(members, standing).items():
             loaded = {index: states.get(index, _NOTHING) for index in alike}
             usual = isinstance(states, UsualStates) and states.keys() >= loaded.keys()
-            self._alike[kind] = [
+            entered[kind] = [
                 self._enter(equal, self._first_entry(kind, loaded[equal[0]]))
                 for equal in _with_equal_scalars(loaded, usual=usual)
             ]
+        self._stands_for, self._alike = standing, entered
 
     def _first_entry(self, kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the class makes of a parameter's saved state; of none, what it makes when it is constructed."""

@@ -277,7 +277,7 @@ def _without_the_option(rank: int, world_size: int, offload: Any) -> str:
 @pytest.mark.parametrize("selective", [None, ALL_COLUMNS], ids=["all", "selective"])
 def test_an_array_that_no_option_asks_for_is_refused_where_it_has_no_place(selective: Any) -> None:
     for said in run_processes(2, _without_the_option, zero_opt.WorkerOffload(selective=selective)):
-        assert "has 'max_exp_avg_sq', which has no place here before amsgrad is switched on" in said
+        assert "has 'max_exp_avg_sq', but amsgrad is off in its param group" in said
 
 
 def _refused(rank: int, world_size: int, cls: Any, edit: dict[str, Any], offload: Any) -> tuple[str, str]:

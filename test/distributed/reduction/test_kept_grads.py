@@ -171,3 +171,26 @@ def _over_fsdp(rank: int, world_size: int, closes: bool) -> str:
 def test_gradients_of_dtensors_are_refused_likewise(closes: bool) -> None:
     for message in run_processes(2, _over_fsdp, closes):
         assert "are gone" in message and "repeat the backward" in message
+
+
+def _frozen_after_close(rank: int, world_size: int) -> str:
+    """The gradients of a frozen part are gone on rank 0 alone."""
+    model = _model()
+    first = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    _backward(model, rank, 1.0)
+    first.close()
+    model[0].requires_grad_(False)
+    if rank == 1:
+        model.zero_grad()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=zero_opt.Overlapped(0.0001))
+    model[1].zero_grad()
+    _backward(model, rank, 1.0)
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_all_ranks_are_told_of_what_is_gone_on_one() -> None:
+    for message in run_processes(2, _frozen_after_close):
+        assert "are gone" in message

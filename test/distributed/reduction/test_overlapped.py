@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_opt
@@ -140,3 +141,29 @@ def test_the_last_bucket_is_left_to_step_where_its_exchange_takes_the_processor(
             assert here == Counter({True: 1, False: backwards * count - 1})
     for count, here in run_processes(2, _reduced_on, "backend", 1):
         assert here == Counter({False: count})
+
+
+def _dropped_at_different_times(rank: int, world_size: int) -> bool:
+    """Rank 0 is a backward behind when both drop rounds; whether nothing of these waits for another rank then."""
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=zero_opt.Overlapped(0.1))
+    thread, comes = optimizer._engine.parts.thread, torch.zeros(1)
+    if rank == 0:
+        dist.recv(comes, 1)
+    for backward in range(2):
+        _loss(model, backward, rank).backward()
+        if rank == 1 and backward == 0:
+            optimizer.zero_grad()
+            dist.send(comes, 0)
+        else:
+            optimizer.zero_grad()
+    dist.barrier()
+    idle = thread.idle_within(60)
+    _loss(model, 2, rank).backward()
+    optimizer.step()
+    optimizer.close()
+    return idle
+
+
+def test_dropped_rounds_are_exchanged_to_their_end() -> None:
+    assert all(run_processes(2, _dropped_at_different_times))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import stat
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ def _connections() -> dict[tuple[int, int], socket.socket]:
     """Copies of this process's connections, by their ports here and there."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is none, or has been closed
+        with contextlib.suppress(OSError):  # it has been closed
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
             copy = socket.socket(fileno=os.dup(int(descriptor)))
             with contextlib.ExitStack() as last_first:
                 last_first.callback(copy.close)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.dlpack
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_opt.errors import GradientConsumed
-from zero_opt.reduction.consumed_grad import ConsumedGrad, held_elsewhere
+from zero_opt.reduction.consumed_grad import ConsumedGrad, not_held_here
 
 FIXES = ("opt.clip_grad_norm_", "AtStep()", "AlreadyReduced()")
 
@@ -37,7 +37,7 @@ class Owner:
         return self.found_inf
 
 
-OWNER = Owner()  # somebody must hold it
+OWNER = Owner()  # stand-ins refer to it weakly
 
 
 def consumed(owner: Owner, shape: tuple[int, ...] = (2, 3), index: int = 7) -> tuple[Parameter, ConsumedGrad]:
@@ -307,9 +307,23 @@ def test_a_voided_gradient_says_that_its_values_are_gone() -> None:
     grad.void()
     with pytest.raises(GradientConsumed, match=r"of parameter 7 are gone.*repeat the backward"):
         grad.norm()
-    assert "parameter 7 are gone" in str(held_elsewhere(grad))
+    assert "parameter 7 are gone" in str(not_held_here(grad))
     grad.zero_()
     assert not OWNER.zeroed and param.grad is grad
+
+
+@pytest.mark.parametrize(
+    "convert", [nn.Module.half, nn.Module.cpu, lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu")]
+)
+def test_a_voided_gradient_follows_a_model_that_is_converted(convert: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Linear(3, 2)
+    model.weight.grad = grad = ConsumedGrad(model.weight, OWNER, 7, "parameter 7")
+    grad.void()
+    convert(model)
+    moved = model.weight.grad
+    assert isinstance(moved, ConsumedGrad) and (moved.dtype, moved.device) == (model.weight.dtype, model.weight.device)
+    with pytest.raises(GradientConsumed, match="parameter 7 are gone"):
+        moved.norm()
 
 
 def test_setting_its_data_is_refused() -> None:

@@ -68,7 +68,7 @@ class _Twin:
     def follow_dropped(self) -> None:
         """Let the plain parameter have no gradient if the user's has none."""
         if self.param.grad is None:
-            self.plain.grad = None
+            self.plain.grad = self._consumed = None
 
     def show_consumed(self) -> None:
         """Let ``p.grad`` be consumed if the part's gradient is."""

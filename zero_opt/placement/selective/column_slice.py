@@ -193,14 +193,12 @@ class ColumnSlice(FollowedParams):
             return
         wrong = check_columns(state, self.flat.shape, self.part(0).shape)
         if wrong is None and WAITING in state and not is_trusted(state):
-            wrong = (
-                "gradients wait, and state 'step' is not the largest of 'column_steps': write to both, or to neither"
-            )
+            wrong = "while gradients wait, state 'step' must be the largest of 'column_steps'"
         if wrong:
             raise StateDictError(f"{self.flat.label}: {wrong}")
 
     def follow_step(self, state: ParamState) -> None:
-        """Let all columns of a state be counted as the user has written to its step alone, so that what waits stays."""
+        """If the user has changed the step alone, shift every column's count as much, so that what waits is kept."""
         counts = state.get(COLUMN_STEPS)
         if not isinstance(counts, Tensor) or counts.device != HOST or counts.dtype is not torch.float32:
             return
@@ -271,7 +269,8 @@ def write_selected(slices: Iterable[ColumnSlice]) -> None:
 def is_trusted(saved: Mapping[str, Any]) -> bool:
     """Whether the column keys belong to the state: an optimizer that ignores them may have stepped it since."""
     counts = saved.get(COLUMN_STEPS)
-    return isinstance(counts, Tensor) and counts.numel() > 0 and float(counts.max()) == float(saved.get("step", -1.0))
+    step = float(torch.as_tensor(saved.get("step", -1.0), dtype=torch.float32, device="cpu"))  # as counts are kept
+    return isinstance(counts, Tensor) and counts.numel() > 0 and float(counts.max()) == step
 
 
 class SavedColumns(MadeState):

@@ -58,7 +58,7 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size, part: torch.Size 
     if numbers[-1] and (WAITING not in state or numbers[-1] > most):
         return (
             f"state {WINDOW!r} says that {numbers[-1]:g} gradients wait, which {WAITING!r} or the steps do not have; "
-            "until the window ends, the state's step cannot be less"
+            "set a smaller step once the window has ended, or delete the entry from opt.state to start afresh now"
         )
     return None
 
