@@ -84,8 +84,10 @@ class ConsumedGrad(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return self._refuse() if format_spec else str(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copied model has no reduced gradient."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConsumedGrad:
+        """Return one whose values are gone: a copy has no reduced gradient. A copied parameter has none at all."""
+        copied: ConsumedGrad = memo.setdefault(id(self), _converted(self))
+        return copied
 
     def void(self) -> None:
         """Stand for no gradient any more: reading this, or stepping by it, raises an error from now on."""
@@ -149,10 +151,15 @@ def _gone(grad: ConsumedGrad) -> str:
     )
 
 
-def not_held_here(grad: ConsumedGrad) -> GradientConflict:
-    """Return the error for a gradient whose values another optimizer has taken, or that are gone."""
+def not_held_here(grad: ConsumedGrad, here: GradOwner | None = None) -> GradientConflict:
+    """Return the error for a gradient of another parameter or optimizer (not ``here``), or whose values are gone."""
     if grad.owner() is None:
         return GradientConflict(_gone(grad))
+    if grad.owner() is here:
+        return GradientConflict(
+            f"p.grad of another parameter was set to the gradient of {grad.label}, whose values have moved; to swap "
+            "gradients by hand, use reduction=zero_opt.AtStep()"
+        )
     return GradientConflict(
         f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
         "gc.collect() ends it)"
@@ -222,9 +229,9 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     inside_backward = torch._C._current_graph_task_id() != -1
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
-    # Autograd may share ``value`` with other nodes: never add to it in place.
+    # Whoever made ``value`` may use its memory again: torch adds it to p.grad at once.
     pending = target.pending
-    target.pending = value.detach() if pending is None else pending + value
+    target.pending = value.detach().clone() if pending is None else pending + value
     if pending is not None:
         read_here(pending)
     return target
@@ -248,10 +255,13 @@ def _zero(target: Any) -> Any:
     return target
 
 
+def _follow(grad: Any, **how: Any) -> Any:
+    """Let a gradient that is gone follow its parameter, where a model is moved or cast."""
+    return _converted(grad, **how) if isinstance(grad, ConsumedGrad) and grad.owner() is None else NotImplemented
+
+
 def _converted(grad: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any) -> Any:
-    """Let a gradient that is gone follow its parameter to another dtype or device."""
-    if not isinstance(grad, ConsumedGrad) or grad.owner() is not None:
-        return NotImplemented
+    """Return one whose values are gone, of another dtype or device."""
     like = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype or grad.dtype, device="meta")
     return ConsumedGrad(like, None, grad.param, grad.label, device or grad.device)
 
@@ -284,8 +294,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten._has_compatible_shallow_copy_type.default: _cannot_take_data,
     aten.zero_.default: _zero,
-    aten._to_copy.default: _converted,
-    aten.empty_like.default: _converted,
+    aten._to_copy.default: _follow,
+    aten.empty_like.default: _follow,
     aten._foreach_zero_.default: _foreach_zero,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

@@ -9,9 +9,10 @@ than a new one has is voided and replaced. Callers hold none in a variable meanw
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection, Iterable
 from itertools import compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter, not_
+from operator import add, attrgetter, is_, is_not, itemgetter, not_
 from typing import NamedTuple
 
 from torch import Tensor
@@ -89,5 +90,5 @@ class GradPlaces(dict[int, GradPlace]):
 
 
 def _references(grads: list[ConsumedGrad]) -> list[int]:
-    """Return the reference count of each. Callers pass a list of their own, so that all counts include as many more."""
-    return list(map(sys.getrefcount, grads))
+    """Return how many references there are to each, weak ones too. Callers pass a list of their own, which counts."""
+    return list(map(add, map(sys.getrefcount, grads), map(weakref.getweakrefcount, grads)))

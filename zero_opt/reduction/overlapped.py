@@ -193,7 +193,7 @@ class OverlappedReduction(GradReduction):
     def _check_fresh(self, index: int, grad: Tensor) -> None:
         """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
         if isinstance(grad, ConsumedGrad):
-            raise not_held_here(grad)
+            raise not_held_here(grad, self)
         if grad.layout is not torch.strided:
             label = self._partition.flats[index].label
             raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
@@ -397,7 +397,7 @@ class OverlappedReduction(GradReduction):
                     dropped.append(index)
                 continue
             if isinstance(grad, ConsumedGrad) and grad is not consumed:
-                raise not_held_here(grad)
+                raise not_held_here(grad, self)
             if bucket not in self._active:
                 continue
             reduced = index in self._delivered or index in self._in_round

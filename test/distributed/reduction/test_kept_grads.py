@@ -194,3 +194,51 @@ def _frozen_after_close(rank: int, world_size: int) -> str:
 def test_all_ranks_are_told_of_what_is_gone_on_one() -> None:
     for message in run_processes(2, _frozen_after_close):
         assert "are gone" in message
+
+
+def _swapped(rank: int, world_size: int) -> str:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
+    sum((param * (1 + rank)).sum() for param in params).backward()  # type: ignore[union-attr]
+    params[0].grad, params[1].grad = params[1].grad, params[0].grad
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_swapped_gradients_are_refused_by_their_names() -> None:
+    for message in run_processes(2, _swapped):
+        assert "was set to the gradient of parameter 1" in message
+
+
+class _OneBuffer(torch.autograd.Function):
+    """Writes every gradient to the same memory, as a captured graph does."""
+
+    buffer = torch.zeros(4)
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return _OneBuffer.buffer.copy_(grad)
+
+
+def _with_reused_memory(rank: int, world_size: int, reduction: Any) -> list[Tensor]:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=reduction)
+    for backward in range(3):
+        terms = [(_OneBuffer.apply(param) * (2.0**backward * (at + 1 + rank))).sum() for at, param in enumerate(params)]
+        sum(terms).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.Overlapped(0.0001), zero_opt.AtStep()], ids=str)
+def test_gradients_whose_memory_is_used_again_are_added_up(reduction: Any) -> None:
+    expected = [torch.full((4,), 1.0 - 7 * (at + 1.5)) for at in range(3)]
+    for params in run_processes(2, _with_reused_memory, reduction):
+        assert_bitwise(params, expected)

@@ -286,6 +286,14 @@ def test_a_copied_model_has_no_gradient() -> None:
     assert param.grad is grad
 
 
+def test_a_copied_gradient_says_that_its_values_are_gone() -> None:
+    _, grad = consumed(OWNER)
+    copied = copy.deepcopy([grad, grad])
+    assert copied[0] is copied[1] is not grad
+    with pytest.raises(GradientConsumed, match="parameter 7 are gone"):
+        copied[0].norm()
+
+
 def test_detaching_it_is_no_way_around() -> None:
     param, _ = consumed(OWNER)
     assert param.grad is not None

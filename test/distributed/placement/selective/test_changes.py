@@ -272,7 +272,7 @@ def _miscounted(count: float, key: str) -> str:
 
 def test_counts_that_would_lose_what_waits_are_refused() -> None:
     assert "2 gradients wait, which 'waiting' or the steps do not have; set a smaller step" in _miscounted(1, "step")
-    assert "state 'step' is not the largest of 'column_steps'" in _miscounted(5, "column_steps")
+    assert "state 'step' must be the largest of 'column_steps'" in _miscounted(5, "column_steps")
 
 
 def _resumed_early(rank: int, world_size: int) -> list[Tensor]:
