@@ -29,6 +29,7 @@ class HyperForms:
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         self._class, self._by_torch = cls, _is_known(cls)
         self._known: list[dict[str, Any]] = []
+        self._off: list[dict[str, Any]] = []  # by group: options that have been off, or zero, since then
         self._needed: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         self._checked = UneditedHypers()
 
@@ -36,6 +37,7 @@ class HyperForms:
         """Take the values that there are now for such as can work."""
         self._checked = UneditedHypers()
         self._known = [{key: group[key] for key in arguments if key in group} for group in groups]
+        self._off = [{} for _ in groups]
         self._needed.clear()
 
     def check(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> None:
@@ -53,13 +55,15 @@ class HyperForms:
             return
         require_real_if_fused(self._class, groups)
         any_switched = False
-        for number, (known, group) in enumerate(zip(self._known, groups, strict=False)):
+        for number, (known, off, group) in enumerate(zip(self._known, self._off, groups, strict=False)):
             switched: list[str] = []
             for key, before in known.items():
                 if key not in group:
                     raise ConfigError(f"param group {number} has lost its {key!r}; put it back")
                 value = group[key]
-                if value is not before and not before and not isinstance(value, Tensor) and value:
+                if not isinstance(value, Tensor) and not value:
+                    off[key] = value
+                elif not isinstance(value, Tensor) and (key in off or not before):
                     switched.append(key)
                 unset = value is None and not self._by_torch  # it may stand for something
                 if (value is not before and not unset) or isinstance(value, (Tensor, list)):
@@ -85,18 +89,20 @@ class HyperForms:
         """Raise ConfigConflict if state lacks what the class needs for options that were off, or zero, before."""
         case = number, tuple(switched)
         if case not in self._needed:
-            self._needed[case] = self._newly_needed({**hypers_of(group), **self._known[number]}, group, switched)
+            self._needed[case] = self._newly_needed(number, group, switched)
         entries = filter(None, (state.get(param) for param in group["params"]))
         kept = (entry for entry in entries if isinstance(entry, Mapping))
         missing = [key for entry in kept for key in self._needed[case] if key not in entry]
         if missing:
+            switched = [key for key in switched if self._newly_needed(number, group, [key])] or switched
             raise ConfigConflict(
                 f"param group {number}: {' and '.join(switched)} cannot be switched on after the first step, which has "
                 f"left no {missing[0]!r} in the state; set it back, or load a state dict that was saved with it"
             )
 
-    def _newly_needed(self, before: Mapping[str, Any], group: Mapping[str, Any], switched: Sequence[str]) -> list[str]:
+    def _newly_needed(self, number: int, group: Mapping[str, Any], switched: Sequence[str]) -> list[str]:
         """Return the keys of state that a second step misses if these options are switched on after a first one."""
+        before = {**hypers_of(group), **self._known[number], **self._off[number]}
         zeros = partial(torch.zeros, 2, 2, device="cpu", dtype=torch.float32)
         after = {**before, **{key: group[key] for key in switched}}
         try:

@@ -129,3 +129,19 @@ def test_complex_parameters_are_not_stepped_with_fused_whatever_group_they_are_i
         for _ in range(2):
             with pytest.raises(ConfigConflict, match=r"parameter 2 \(group 1, .*complex64.*fused=False"):
                 forms.check(edited, {})
+
+
+def test_an_option_that_was_off_in_the_meantime_is_looked_at_again() -> None:
+    forms, param = HyperForms(torch.optim.AdamW), torch.nn.Parameter(torch.ones(2))
+    group: dict[str, Any] = {**torch.optim.AdamW([param]).param_groups[0], "amsgrad": True, "maximize": True}
+    state = {param: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    forms.learn([group], torch.optim.AdamW([param]).defaults)
+    for option in ("amsgrad", "maximize"):
+        group[option] = False
+    forms.check([group], state)
+    for option in ("amsgrad", "maximize"):
+        group[option] = True
+    with pytest.raises(ConfigConflict, match="param group 0: amsgrad cannot be switched on"):
+        forms.check([group], state)
+    state[param]["max_exp_avg_sq"] = torch.ones(2)
+    forms.check([group], state)
