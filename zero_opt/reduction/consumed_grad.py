@@ -229,7 +229,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     inside_backward = torch._C._current_graph_task_id() != -1
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
-    # Whoever made ``value`` may use its memory again: torch adds it to p.grad at once.
+    # The producer of ``value`` may use its memory again: torch adds it to p.grad at once.
     pending = target.pending
     target.pending = value.detach().clone() if pending is None else pending + value
     if pending is not None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .autograd_hooks import untraced
 from .consumed_grad import ConsumedGrad, GradOwner, any_pending
 
 
@@ -89,6 +90,7 @@ class GradPlaces(dict[int, GradPlace]):
                 param.grad = None
 
 
+@untraced  # torch.compile knows no reference counts
 def _references(grads: list[ConsumedGrad]) -> list[int]:
     """Return how many references there are to each, weak ones too. Callers pass a list of their own, which counts."""
     return list(map(add, map(sys.getrefcount, grads), map(weakref.getweakrefcount, grads)))
