@@ -144,21 +144,24 @@ def test_the_last_bucket_is_left_to_step_where_its_exchange_takes_the_processor(
 
 
 def _dropped_at_different_times(rank: int, world_size: int) -> bool:
-    """Rank 0 is a backward behind when both drop rounds; whether nothing of these waits for another rank then."""
+    """Both drop two rounds, rank 0 once rank 1 has made both; whether nothing waits for another rank then."""
     model = _model()
     optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=zero_opt.Overlapped(0.1))
-    thread, comes = optimizer._engine.parts.thread, torch.zeros(1)
+    thread, made = optimizer._engine.parts.thread, torch.zeros(1)
+    _loss(model, 0, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
     if rank == 0:
-        dist.recv(comes, 1)
+        dist.recv(made, 1)
     for backward in range(2):
         _loss(model, backward, rank).backward()
-        if rank == 1 and backward == 0:
-            optimizer.zero_grad()
-            dist.send(comes, 0)
-        else:
-            optimizer.zero_grad()
-    dist.barrier()
+        if rank == 1 and backward == 1:
+            dist.send(made, 0)
+        optimizer.zero_grad()
+        if rank == 0:
+            assert thread.idle_within(60)
     idle = thread.idle_within(60)
+    dist.barrier()
     _loss(model, 2, rank).backward()
     optimizer.step()
     optimizer.close()
