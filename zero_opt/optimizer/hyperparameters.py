@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -78,10 +77,11 @@ class HyperForms:
 
     def fit(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Any]) -> bool:
         """Return whether :meth:`check` raises nothing."""
-        with suppress(ZeroOptError):
+        try:
             self.check(groups, state)
-            return True
-        return False
+        except ZeroOptError:
+            return False
+        return True
 
     def _require_state(
         self, number: int, switched: Sequence[str], group: Mapping[str, Any], state: Mapping[Tensor, Any]

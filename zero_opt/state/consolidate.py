@@ -154,14 +154,13 @@ class IncomingState:
 
     def _place(self, batch: Batch, field: Field) -> None:
         """Make room for a field, unless another rank's has; what came inline is there at once."""
-        states = [self._states[index] for index in batch.params]
         if not field.travels:
-            for state, value in zip(states, small_values(batch, field), strict=True):
-                state[field.key] = value
+            for index, value in zip(batch.params, small_values(batch, field), strict=True):
+                self._states[index][field.key] = value
             return
         values = self._values.setdefault(field.key, {})
         like = torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu")
-        absent = [index for index, state in zip(batch.params, states, strict=True) if state[field.key] is None]
+        absent = [index for index in batch.params if index not in values]
         if field.kind != "slice":
             for index in absent:
                 values[index] = like.new_empty(math.prod(field.shape))

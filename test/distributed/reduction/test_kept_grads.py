@@ -33,6 +33,13 @@ def _set(model: nn.Module, grads: list[Tensor | None]) -> None:
         param.grad = grad
 
 
+def _refusal(optimizer: Any) -> str:
+    """What step() says, which must refuse the gradients."""
+    with pytest.raises(zero_opt.GradientConflict) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
 def _by_hand(model: nn.Module, optimizer: Any) -> None:
     _set(model, [None] * 4)
 
@@ -55,14 +62,13 @@ def _put_back(rank: int, world_size: int, drop: str, again: bool, offload: Any) 
     if again:
         _backward(model, rank, -3.0)
     _set(model, kept)
-    with pytest.raises(zero_opt.GradientConflict) as caught:
-        optimizer.step()
+    said = _refusal(optimizer)
     optimizer.zero_grad()
     _backward(model, rank, 1.0)
     optimizer.step()
     optimizer.flush()
     optimizer.close()
-    return str(caught.value), [param.detach() for param in model.parameters()]
+    return said, [param.detach() for param in model.parameters()]
 
 
 def _expected() -> list[Tensor]:
@@ -123,15 +129,14 @@ def _close_before_the_step(rank: int, world_size: int, reduction: Any) -> tuple[
     first.close()
     optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, reduction=reduction)
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(zero_opt.GradientConflict) as caught:
-        optimizer.step()
+    said = _refusal(optimizer)
     assert_bitwise([param.detach() for param in model.parameters()], before)
     optimizer.zero_grad()
     _backward(model, rank, 1.0)
     optimizer.step()
     optimizer.flush()
     optimizer.close()
-    return str(caught.value), [param.detach() for param in model.parameters()]
+    return said, [param.detach() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.AtStep()], ids=str)
@@ -161,10 +166,9 @@ def _over_fsdp(rank: int, world_size: int, closes: bool) -> str:
         _set(model, [None] * 4)
         _backward(model, rank, -3.0)
         _set(model, kept)
-    with pytest.raises(zero_opt.GradientConflict) as caught:
-        optimizer.step()
+    said = _refusal(optimizer)
     optimizer.close()
-    return str(caught.value)
+    return said
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -185,10 +189,9 @@ def _frozen_after_close(rank: int, world_size: int) -> str:
     optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=zero_opt.Overlapped(0.0001))
     model[1].zero_grad()
     _backward(model, rank, 1.0)
-    with pytest.raises(zero_opt.GradientConflict) as caught:
-        optimizer.step()
+    said = _refusal(optimizer)
     optimizer.close()
-    return str(caught.value)
+    return said
 
 
 def test_all_ranks_are_told_of_what_is_gone_on_one() -> None:
@@ -201,10 +204,9 @@ def _swapped(rank: int, world_size: int) -> str:
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
     sum((param * (1 + rank)).sum() for param in params).backward()  # type: ignore[union-attr]
     params[0].grad, params[1].grad = params[1].grad, params[0].grad
-    with pytest.raises(zero_opt.GradientConflict) as caught:
-        optimizer.step()
+    said = _refusal(optimizer)
     optimizer.close()
-    return str(caught.value)
+    return said
 
 
 def test_swapped_gradients_are_refused_by_their_names() -> None:
