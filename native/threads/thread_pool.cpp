@@ -22,6 +22,9 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace zero_opt {
 namespace {
@@ -75,6 +78,17 @@ class SignalsBlocked {
   sigset_t saved_;
 };
 
+// How often the caller looks whether the others are done before it sleeps: some 20 us, about what it takes to be woken.
+constexpr int kSpins = 1000;
+
+inline void relax() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 class Pool {
  public:
   // Grows to ``count`` threads if it can, and follows a change of the CPUs that the process may use.
@@ -95,12 +109,20 @@ class Pool {
     return std::min(count, static_cast<int>(threads_.size()));
   }
 
+  // The caller works too, in the place of one of the threads.
   void run(int count, const std::function<void(int)>& task) {
+    const int own = place_of_caller(count);
     std::unique_lock<std::mutex> lock(mutex_);
     task_ = &task;
-    active_ = pending_ = count;
+    active_ = count;
+    absent_ = own;
+    pending_ = count - 1;
     ++generation_;
+    lock.unlock();
     start_.notify_all();
+    task(own);
+    for (int i = 0; i < kSpins && pending_.load(std::memory_order_acquire) > 0; ++i) relax();
+    lock.lock();
     done_.wait(lock, [this] { return pending_ == 0; });
   }
 
@@ -112,6 +134,16 @@ class Pool {
       set_cpus(threads_[i].native_handle(), one_each ? std::vector<int>{cpus[i]} : cpus);
     }
     placed_ = cpus;
+    pinned_ = one_each;
+  }
+
+  // Which thread the caller stands in for: the one that is pinned where the caller runs, so that none has to move.
+  int place_of_caller(int count) const {
+#if defined(__linux__)
+    const auto at = std::find(placed_.begin(), placed_.end(), pinned_ ? sched_getcpu() : -1);
+    if (at != placed_.end() && at - placed_.begin() < count) return static_cast<int>(at - placed_.begin());
+#endif
+    return 0;
   }
 
   void serve(int index) {
@@ -120,7 +152,7 @@ class Pool {
     for (;;) {
       start_.wait(lock, [&] { return generation_ != seen; });
       seen = generation_;
-      if (index >= active_) continue;
+      if (index >= active_ || index == absent_) continue;
       const std::function<void(int)>& task = *task_;
       lock.unlock();
       task(index);
@@ -135,7 +167,9 @@ class Pool {
   std::vector<int> placed_;
   const std::function<void(int)>* task_ = nullptr;
   std::uint64_t generation_ = 0;
-  int active_ = 0, pending_ = 0;
+  int active_ = 0, absent_ = 0;
+  std::atomic<int> pending_{0};
+  bool pinned_ = false;
 };
 
 // Which tasks are whose, and which are left.

@@ -23,8 +23,9 @@ from ..errors import (
 )
 from ..field_checks import check_flag
 from ..policies import AdamState
-from ..system.extension import require_native
+from ..system.extension import native, require_native
 from ..system.inference_mode import outside_inference_mode
+from ..system.unedited_hypers import UneditedHypers
 from .adam_state import (
     HALVES,
     Halfway,
@@ -132,6 +133,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._flush = rest.pop("flush_denormals", False)
         check_flag("flush_denormals", self._flush)
         self._slots: dict[int, Slot] = {}
+        self._unedited = UneditedHypers()
+        self._last_hypers: list[native.Hypers] = []
         # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
         self._written: dict[int, tuple[int, int] | None] = {}
         self._halfway: dict[int, Halfway] = {}  # by param, of a split master that is loaded, and not stepped yet
@@ -155,6 +158,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._slots, self._written, self._halfway, self._codes = {}, {}, {}, CodeWatch(self._form)
+        self._unedited = UneditedHypers()
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
@@ -396,7 +400,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._require_dicts()
         self._require_own_codes()
-        hypers = [self.update.hypers(group).for_kernel(grad_scale) for group in self.param_groups]
+        hypers = self._kernel_hypers(grad_scale)
         with outside_inference_mode():
             self._bind(list(self._stale()))
         self._follow_params(loaded=True)
@@ -409,6 +413,16 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._written.update({id(param): write_mark(param) for param, _ in self._mastered()})
         self._note_codes()
         return loss
+
+    def _kernel_hypers(self, grad_scale: float) -> list[native.Hypers]:
+        """Return the groups' hyperparameters as the kernel takes them: the last step's while none was edited."""
+        if grad_scale == 1.0 and self._unedited.are(self.param_groups):
+            return self._last_hypers
+        hypers = [self.update.hypers(group).for_kernel(grad_scale) for group in self.param_groups]
+        if grad_scale == 1.0:
+            self._last_hypers = hypers
+            self._unedited.note(self.param_groups)
+        return hypers
 
     def _mastered(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield the params that have an fp32 master beside them, and that."""

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
 from ..kernels.strides import is_dense, joined_bytes
-from ..sharding.param_groups import UneditedHypers, hypers_of
+from ..sharding.param_groups import hypers_of
 from ..state.usual_states import UsualStates, values_by_name
+from ..system.unedited_hypers import UneditedHypers
 
 # Tensors of at most so many bytes are hashed together, so many at a time.
 _SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 1 << 10

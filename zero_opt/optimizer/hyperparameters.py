@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, ZeroOptError, quoted
 from ..kernels.checks import require_number, require_numbers
-from ..sharding.param_groups import UneditedHypers, hypers_of
+from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import require_real_if_fused, steps_params_apart
 from ..state.trial import Trial, state_after_a_step
+from ..system.unedited_hypers import UneditedHypers
 
 
 class HyperForms:

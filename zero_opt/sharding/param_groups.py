@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ConfigTypeError, ParamsReplaced
-from ..system.same_objects import SameObjects
+from ..system.unedited_hypers import OUTER_KEYS
 from .flat_param import is_dtensor
 
 _WAY_OUT = (
@@ -256,44 +256,6 @@ def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
     return f"parameter {index}"
 
 
-# Keys of the user's groups alone: the wrapped optimizer has its own params, and no names for them.
-_OUTER_KEYS = ("params", "param_names")
-
-
 def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a param group."""
-    return {key: value for key, value in group.items() if key not in _OUTER_KEYS}
-
-
-# Hyperparameters of these types change only by another object in their place.
-_FIXED = (float, int, bool, str, type(None))
-
-
-class UneditedHypers:
-    """Param groups that are remembered, to see in one go whether any hyperparameter was edited."""
-
-    def __init__(self) -> None:
-        self._known = SameObjects()
-
-    def are(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether these are the groups that were noted last, unedited."""
-        return self._known.are(_objects_in(groups))
-
-    def note(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Remember the groups as they are, unless a hyperparameter may be written to in place."""
-        values = (value for group in groups for key, value in group.items() if key not in _OUTER_KEYS)
-        if all(map(_is_fixed, values)):
-            self._known.note(_objects_in(groups))
-        else:
-            self._known.forget()
-
-
-def _objects_in(groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    yield from groups
-    for group in groups:
-        yield from group
-        yield from group.values()
-
-
-def _is_fixed(value: Any) -> bool:
-    return type(value) in _FIXED or (type(value) is tuple and all(map(_is_fixed, value)))
+    return {key: value for key, value in group.items() if key not in OUTER_KEYS}

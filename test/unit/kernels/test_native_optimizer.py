@@ -105,6 +105,31 @@ def test_a_thousand_steps_with_changing_hyperparameters(case: str) -> None:
 
 
 @every
+def test_hyperparameters_count_however_they_are_edited(case: str) -> None:
+    """What a step has made of them is not used again after one was replaced, written to in place or loaded."""
+    twins, rates = Twins(case), (torch.tensor(0.01), torch.tensor(0.01))
+    edits: list[Callable[[Any, Tensor], object]] = [
+        lambda optimizer, rate: optimizer.param_groups[0].update(lr=rate),
+        lambda optimizer, rate: rate.mul_(0.5),
+        lambda optimizer, rate: optimizer.param_groups[0].update(lr=0.003),
+        lambda optimizer, rate: optimizer.load_state_dict(
+            optimizer.state_dict() | {"param_groups": _slower(optimizer)}
+        ),
+    ]
+    for number, edit in enumerate(edits):
+        for repeat in range(2):
+            twins.step(2 * number + repeat)
+        for optimizer, rate in zip((twins.a, twins.b), rates, strict=True):
+            edit(optimizer, rate)
+    twins.step(8)
+    assert twins.same()
+
+
+def _slower(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [group | {"lr": 0.001} for group in optimizer.state_dict()["param_groups"]]
+
+
+@every
 def test_state_dicts_are_torchs_before_and_after_a_step(case: str) -> None:
     twins = Twins(case)
     for number in range(2):

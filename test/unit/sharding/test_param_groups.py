@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import zero_opt
-from zero_opt.sharding.param_groups import PlannedGroups, UneditedHypers, param_name
+from zero_opt.sharding.param_groups import PlannedGroups, param_name
 
 
 class _NoCalls(TorchFunctionMode):
@@ -94,24 +94,3 @@ def test_what_is_no_list_of_groups_is_named(groups: Any, text: str) -> None:
         with pytest.raises(zero_opt.ParamsReplaced, match=text):
             require()
     assert param_name(groups, 3) == "parameter 3"
-
-
-def test_edited_hyperparameters_are_noticed() -> None:
-    groups: list[dict[str, Any]] = [{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}, {"params": [], "lr": 0.1}]
-    known = UneditedHypers()
-    assert not known.are(groups)
-    known.note(groups)
-    assert known.are(groups)
-    assert not known.are([groups[0], dict(groups[1])])
-    for edit in ({"lr": 0.2}, {"betas": (0.9, 0.98)}, {"more": 1}):
-        known.note(groups)
-        groups[0].update(edit)
-        assert not known.are(groups)
-
-
-@pytest.mark.parametrize("value", [torch.tensor(0.1), [0.9, 0.99], (0.9, torch.tensor(0.99))])
-def test_what_may_be_written_in_place_is_never_known(value: Any) -> None:
-    groups = [{"params": [], "lr": value}]
-    known = UneditedHypers()
-    known.note(groups)
-    assert not known.are(groups)
