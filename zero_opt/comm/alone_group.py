@@ -14,7 +14,7 @@ class AloneGroup(Group):
     """The group of a rank alone, which needs no torch.distributed."""
 
     def __init__(self) -> None:
-        self.inline_bytes, self.backend, self.parent, self.ranks = 0, ALONE, None, []
+        self.inline_bytes, self.backend, self.ranks = 0, ALONE, []
         self.rank, self.world_size = 0, 1
         self.timeout_s = math.inf  # steps wait for no other rank, but for threads of this process that read the state
         self._pid = os.getpid()

@@ -11,6 +11,7 @@ import ctypes
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -110,7 +111,7 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        parent: the user's group that it was made for. ranks: its ranks, as global ones. rank: this rank's number in it.
+        ranks: those of the user's group that it was made for, as global ones. rank: this rank's number in it.
         world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
@@ -123,6 +124,8 @@ class Group:
     watch: Watch | None = None
     farewell: Callable[[], None] | None = None
     told = 0
+    # Weak, so that destroy_process_group() ends the threads of the user's group: one that lasts may abort at exit.
+    _parent: weakref.ref[dist.ProcessGroup] | None = None
     _mesh: DeviceMesh | None = None
 
     def __init__(
@@ -146,7 +149,7 @@ class Group:
         self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
         self._connected = self._at_once()
         self._used = set(self._connected)
-        self.parent: dist.ProcessGroup | None = parent
+        self._parent = weakref.ref(parent)
         self._waits = SerialThread("zero_opt wait", self.interrupt)
         self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
 
@@ -298,20 +301,19 @@ class Group:
         """Whether two ranks can exchange a message without the others; those of torch's tests and dry runs cannot."""
         return self.backend not in _WITHOUT_PROCESSES
 
-    def mesh(self) -> DeviceMesh:
-        """Return the ranks of the user's group as a 1-D mesh, for tensors in host memory.
+    @property
+    def parent(self) -> dist.ProcessGroup | None:
+        """The user's group that it was made for, if any; raises ProcessGroupError once the user has destroyed it."""
+        parent = None if self._parent is None else self._parent()
+        if self._parent is not None and parent not in c10d._world.pg_map:
+            raise ProcessGroupError("the process group was destroyed, and is needed: call destroy_process_group() last")
+        return parent
 
-        Raises:
-            ProcessGroupError: the user has destroyed the group.
-        """
+    def mesh(self) -> DeviceMesh:
+        """Return the ranks of :attr:`parent`, which is needed, as a 1-D mesh, for tensors in host memory."""
         if self._mesh is None:
             assert self.parent is not None, "a rank alone has no mesh"
-            try:
-                self._mesh = DeviceMesh.from_group(self.parent, "cpu")
-            except KeyError as error:  # torch has forgotten the group
-                raise ProcessGroupError(
-                    "the process group was destroyed, and DTensors need it: save before destroy_process_group()"
-                ) from error
+            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
         return self._mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -20,10 +20,10 @@ import json
 import math
 import os
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,9 @@ Key = tuple[str, tuple[int, ...]]
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
-_met: WeakKeyDictionary[Any, Counter[Key]] = WeakKeyDictionary()
+_met: weakref.WeakKeyDictionary[Any, Counter[Key]] = weakref.WeakKeyDictionary()
 # Per default store, the watches of this process that may hear of departures, and the global ranks that each watches.
-_watches: WeakKeyDictionary[Any, WeakKeyDictionary[Watch, Sequence[int]]] = WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Watch, Sequence[int]]] = weakref.WeakKeyDictionary()
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup | None:
@@ -200,7 +200,7 @@ class Meeting:
     _stops: Stops | None = None
 
     def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
-        self._parent, self._patience, self._call = parent, patience, patience.call
+        self._parent, self._patience, self._call = weakref.ref(parent), patience, patience.call
         self._waiting = f"this one waits for it in {self._call}"
         self._come = f"every rank of the process group must {patience.must}: look at what they do (py-spy dump, ps)"
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
@@ -314,7 +314,7 @@ class Meeting:
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
-            _watches.setdefault(c10d._get_default_store(), WeakKeyDictionary())[self.watch] = self._key[1]
+            _watches.setdefault(c10d._get_default_store(), weakref.WeakKeyDictionary())[self.watch] = self._key[1]
             default_store(name).set(f"seen/{self.rank}", "")
             default_store(name).add(_COUNT, 1)
 
@@ -356,7 +356,7 @@ class Meeting:
 
         Its process may live on to serve that optimizer's state, with all its connections.
         """
-        known, here = [*_watches.get(c10d._get_default_store(), WeakKeyDictionary()).items()], self._key[1]
+        known, here = [*_watches.get(c10d._get_default_store(), weakref.WeakKeyDictionary()).items()], self._key[1]
         heard = [(members[other.rank], other.how) for watch, members in known for other in watch.departures]
         for member, how in heard:
             if how in (How.ENDED, How.FAILED) and member in here:
@@ -417,15 +417,18 @@ class Meeting:
 
         gloo refuses at once to receive from such a rank. Where the connection holds, what is received here never comes.
         """
+        parent = self._parent()  # not kept, as a group does not: the meeting of an optimizer's groups lives as they do
+        if parent is None:
+            return None
         try:
-            backend = self._parent._get_backend(HOST)
+            backend = parent._get_backend(HOST)
         except RuntimeError:  # it carries accelerator tensors alone
             return None
         if type(backend).__name__ != "ProcessGroupGloo" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
             return None
         for rank in (rank for rank in range(len(self._key[1])) if rank != self.rank):
             try:
-                self._parent.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+                parent.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
             except RuntimeError as error:
                 if by_handler(error):
                     raise

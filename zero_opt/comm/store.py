@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,10 +19,24 @@ from .waits_beside import submitted
 
 # torch's own functions for groups; the private ones carry no types.
 c10d: Any = dist.distributed_c10d
+
+
+def _let_go_of_default_group() -> None:
+    """Import torch.distributed.nn.functional without the default group.
+
+    torch's optimizers import this module when the first is made. Its functions' default arguments then capture the
+    default group, whose threads outlive destroy_process_group(), and may abort the exit. Without a group at the time of
+    the import they are None, which means the same.
+    """
+    module = importlib.import_module("torch.distributed.nn.functional")
+    for function in vars(module).values():
+        defaults = isinstance(function, FunctionType) and function.__defaults__
+        if defaults and any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
+
+
 if dist.is_available():
-    # torch's optimizers import this module when the first is made. Its functions' default arguments then capture the
-    # default group, whose threads outlive destroy_process_group(), and may abort the exit. So it is imported before.
-    importlib.import_module("torch.distributed.nn.functional")
+    _let_go_of_default_group()
 
 # Seconds that the store may take to answer, and after which a thread that waits for it sees that nothing needs it.
 _ANSWER_S, _SLICES = 60.0, 240

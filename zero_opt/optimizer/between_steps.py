@@ -36,6 +36,7 @@ from ..sharding.pending_params import PendingParams
 from ..state.alike_entries import StateOwner
 from ..state.guard import marks
 from ..state.state_dict import StateDict, StatesByIndex, pack_groups
+from ..system.inference_mode import outside_modes
 from ..system.log import log
 from ..system.streams import wait_done
 from .arguments import adopt_errors, template_of
@@ -63,7 +64,8 @@ def _end_dropped(groups: OwnGroups, placement: Placement) -> None:
             "opt.close(), before the last reference goes",
             ", and show predictions" if placement.predicts else "",
         )
-    groups.close()
+    with outside_modes():
+        groups.close()
 
 
 class BetweenSteps(Engine):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,23 +76,32 @@ def test_the_timeout_is_the_groups_own_unless_one_is_given() -> None:
 
 
 _THREADS_LEFT = """
-import os, torch, torch.distributed as dist, zero_opt
-dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
-optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW)
-optimizer.close()
-del optimizer
-
-def names():
-    return [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-
-before = [name for name in names() if "gloo" in name]
+import gc, os, sys, weakref, torch, torch.distributed as dist
+init = dict(init_method="file://{store}", rank=int(sys.argv[1]), world_size={ranks})
+dist.init_process_group("gloo", **init)
+import zero_opt  # after that, as torch's modules that have the default group among their default arguments
+param = torch.nn.Parameter(torch.ones(3))
+optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
+param.sum().backward()
+optimizer.step()
+kept, group = optimizer, weakref.ref(dist.group.WORLD)
+{end}
+names = lambda: [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+before = sum("gloo" in name for name in names())
 dist.destroy_process_group()
-print(len(before), [name for name in names() if "gloo" in name])
+gc.collect()
+print(before, group() is None, sum("gloo" in name for name in names()))
 """
 
 
-def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "optimizer.close()"], ids=["open", "closed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path, ranks: int, end: str) -> None:
     """A thread of gloo that frees a tensor while the interpreter ends aborts the process."""
-    code = _THREADS_LEFT.format(store=tmp_path / "store")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
-    assert int(said[0]) > 0 and said[1].strip() == "[]"
+    code = _THREADS_LEFT.format(store=tmp_path / "store", ranks=ranks, end=end)
+    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=600)
+    with ThreadPoolExecutor(ranks) as pool:
+        done = list(pool.map(lambda rank: run([sys.executable, "-c", code, str(rank)]), range(ranks)))
+    for said in (process.stdout.split() for process in done):
+        assert int(said[0]) > 0 and said[1] == "True", said
+        assert ranks > 1 or said[2] == "0"  # else the optimizer's own groups have threads, which end at exit

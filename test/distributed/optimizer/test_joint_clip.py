@@ -254,7 +254,7 @@ def _after_the_group_was_destroyed(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         mean = (1 + world_size) / 2
         assert float(norm) == pytest.approx(mean * 289**0.5)
-    with pytest.raises(zero_opt.ProcessGroupError, match="was destroyed, and DTensors need it"):
+    with pytest.raises(zero_opt.ProcessGroupError, match="the process group was destroyed"):
         zero_opt.sharded_state_dict(optimizers[0])
     for optimizer in optimizers:
         optimizer.close()

@@ -10,18 +10,23 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zero_opt
 from test.support.actors import rank_actor
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 from zero_opt.system.threads import BackgroundThreads
+from zero_opt.system.waiting import until
 
 
 def _fork_between_steps(rank: int, world_size: int, forks: bool, exchange: str) -> list[Tensor]:
@@ -46,6 +51,43 @@ def test_a_forked_child_that_drops_it_does_not_disturb_the_parent() -> None:
         plain = run_processes(2, _fork_between_steps, False, exchange)
         for ours, theirs in zip(run_processes(2, _fork_between_steps, True, exchange), plain, strict=True):
             assert_bitwise(ours, theirs)
+
+
+def _collected_in(collect: Callable[[], object]) -> None:
+    """Drop an optimizer that refers to itself, and collect it; its threads end, with those of its groups."""
+    gc.collect()
+    tasks = len(os.listdir("/proc/self/task"))
+    gc.disable()
+    param = nn.Parameter(torch.ones(8))
+    optimizer: Any = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
+    param.sum().backward()
+    optimizer.step()
+    optimizer.itself, dropped = optimizer, weakref.ref(optimizer)
+    del optimizer
+    assert len(os.listdir("/proc/self/task")) > tasks
+    collect()
+    gc.enable()
+    assert dropped() is None
+    assert until(lambda: len(os.listdir("/proc/self/task")) <= tasks, 300.0)
+
+
+def _collected_in_modes(rank: int, world_size: int) -> None:
+    dist.barrier()  # the first collective of the default group, whose threads last
+    _collected_in(gc.collect)
+    _collected_in(lambda: torch.func.grad(lambda x: (gc.collect(), x.sum())[1])(torch.ones(2)))
+    with FakeTensorMode() as mode:
+        pass
+
+    def faked() -> None:
+        with mode:
+            gc.collect()
+
+    _collected_in(faked)
+
+
+def test_a_dropped_optimizer_ends_wherever_it_is_collected() -> None:
+    """The garbage collector may run inside a mode of torch's, which would take the messages of its end."""
+    run_processes(2, _collected_in_modes)
 
 
 _SCRIPT = """

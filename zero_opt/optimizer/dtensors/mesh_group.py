@@ -66,7 +66,7 @@ class MeshGroup(Group):
     def __init__(self, mesh: Any, checks: Checks) -> None:
         self._device_mesh, self._checks = mesh, checks
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
-        self.inline_bytes, self.backend, self.parent = INLINE_BYTES, "mesh", None
+        self.inline_bytes, self.backend = INLINE_BYTES, "mesh"
         self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         groups = _groups_of(mesh)
         self._by_messages = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
