@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 import zero_opt
 
-ENDINGS = ("returns", "closes", "closes and destroys the group", "saves", "saves and closes", "forgets", "exits with 0")
+ENDINGS = (
+    "returns",
+    "closes",
+    "destroys the group",
+    "closes and destroys the group",
+    "saves",
+    "saves and closes",
+    "forgets",
+    "exits with 0",
+)
 
 
 def main(rank: int, world_size: int, store: str, ending: str, exchange: str) -> None:
@@ -28,6 +37,7 @@ def main(rank: int, world_size: int, store: str, ending: str, exchange: str) -> 
     if "closes" in ending:
         opt.close()
     if "destroys" in ending:
+        dist.all_reduce(torch.ones(4))  # whose tensor a thread of the group frees
         dist.destroy_process_group()
     if ending != "forgets":
         sys.modules["__main__"].opt = opt  # type: ignore[attr-defined]  # alive while the interpreter is finalized
