@@ -57,3 +57,8 @@ def dimensions_of(values: list[Tensor], likes: list[Tensor]) -> bool | None:
 def joined_bytes(values: list[Tensor]) -> bytes:
     """Return the bytes, one after the other, of values whose :func:`dimensions_of` native code has read."""
     return native.joined_bytes(READER, values)
+
+
+def scalars_of(values: list[Tensor]) -> Tensor:
+    """Return one tensor of values without dimensions, whose :func:`dimensions_of` native code has read."""
+    return torch.frombuffer(bytearray(joined_bytes(values)), dtype=values[0].dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, may_be_count
-from ..kernels.strides import dimensions_of
+from ..kernels.strides import dimensions_of, scalars_of
 from ..placement.native_rules import COLUMN_KEYS
 from ..system.garbage_collection import without_collection
 
@@ -74,7 +74,7 @@ def _is_usual(name: str, column: list[Tensor], likes: list[Tensor]) -> bool:
         return True
     if have_dimensions or column[0].dtype not in _COUNT_DTYPES:
         return False
-    counts = torch.stack(column)
+    counts = scalars_of(column)
     return may_be_count(counts.min()) and may_be_count(counts.max()) and not bool(counts.isnan().any())
 
 
