@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GradientConflict, GradientConsumed
 from ..system.devices import read_here
-from ..system.frames import inside_conversion
+from ..system.frames import inside_conversion, inside_description
 
 aten = torch.ops.aten
 
@@ -102,9 +102,11 @@ class ConsumedGrad(torch.Tensor):
         raise _refusal("reading it", (self,))
 
     # These reach no operator, so __torch_dispatch__ never sees them.
-    tolist = numpy = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __float__ = __int__ = __bool__ = (
-        _refuse
-    )
+    tolist = numpy = item = data_ptr = __array__ = __dlpack__ = __float__ = __int__ = __bool__ = _refuse
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return storage without data to torch.compile, which describes the gradient of every parameter it meets."""
+        return Tensor.untyped_storage(self) if inside_description() else self._refuse()
 
     @property
     def data(self) -> Tensor:

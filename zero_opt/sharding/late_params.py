@@ -3,8 +3,8 @@
 A late parameter is of a class of its own for as long, a subclass of the one it had, whose ``__torch_function__`` torch
 calls with what it is about to do. The parameter stays the object it was. What asks for the shape, the gradient and the
 like is let through. Values reach the user without that where no function of torch is called on the parameter: by
-pointers, NumPy arrays and tensors that share its memory, made before, and in C++; ``torch.tensor(param)`` is such a
-call.
+pointers, NumPy arrays and tensors that share its memory, made before, and in C++; ``torch.tensor(param)`` and
+``torch.Tensor(param)`` are such calls.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class LateParams:
             wait()
 
     def compiles(self) -> bool:
-        """Return whether torch.compile traces what late parameters need not be waited for."""
-        return torch.compiler.is_compiling()
+        """Return whether torch.compile traces a use that need not wait."""
+        return False
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch that has values of a late parameter, or changes them, and return its result."""
@@ -210,6 +210,10 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         _await(late, self)
         return self.__reduce_ex__(protocol)
 
+    def as_subclass(self: Any, cls: type) -> Any:
+        _await(late, self)
+        return Tensor.as_subclass(self, cls)
+
     methods = {
         "__slots__": (),
         "__module__": kind.__module__,
@@ -218,6 +222,7 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         "__torch_function__": classmethod(__torch_function__),
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
+        "as_subclass": as_subclass,
     }
     bases = (kind,) if issubclass(kind, _Late) else (_Late, kind)  # it may be late for two reasons
     return type(kind)(kind.__name__, bases, methods)

@@ -34,7 +34,7 @@ class PendingParams(LateParams):
     """
 
     def compiles(self) -> bool:
-        return super().compiles() and torch.is_grad_enabled()
+        return torch.compiler.is_compiling() and torch.is_grad_enabled()
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with Unwatched():

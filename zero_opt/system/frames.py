@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -10,6 +11,7 @@ import torch
 import torch.autograd.function as autograd_function
 
 _FUNCTION_FILE = autograd_function.__file__
+_DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
 
 def inside_function() -> bool:
@@ -21,6 +23,12 @@ def inside_function() -> bool:
 def inside_conversion() -> bool:
     """Return whether this thread is in a call that moves or casts a module, as ``module.to()``."""
     return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in calling_frames())
+
+
+def inside_description() -> bool:
+    """Return whether this thread is in torch.compile's description of a tensor, which reads no values."""
+    codes = (frame.f_code for frame in calling_frames())
+    return any(code.co_name == "describe_tensor" and code.co_filename.endswith(_DESCRIBER_FILE) for code in codes)
 
 
 def calling_frames() -> Iterator[FrameType]:

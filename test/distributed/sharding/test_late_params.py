@@ -176,6 +176,29 @@ def test_modules_by_themselves(world_size: int) -> None:
     assert_bitwise(late, within)
 
 
+def _read_alone(rank: int, world_size: int, late: bool) -> list[Tensor]:
+    """What functions that are compiled, and methods that tell torch nothing, read of a parameter outside of modules."""
+    slowly(pytest.MonkeyPatch())
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # Dynamo's own, of tensors that it makes
+    model, found = Layers(), []
+    optimizer = optimizer_of(model, late, NOW)
+    weight = max(model.parameters(), key=Tensor.numel)
+    doubled = torch.compile(lambda value: value * 2, backend="eager")
+    for step in range(6):
+        model.backward(step)
+        optimizer.step()
+        found.append((doubled(weight) if step % 3 else weight.as_subclass(Tensor)).detach().clone())
+        optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_functions_and_views_of_a_class_wait(world_size: int) -> None:
+    within, late = (run_processes(world_size, _read_alone, way) for way in (False, True))
+    assert_bitwise(late, within)
+
+
 def _copy(rank: int, world_size: int) -> bool:
     """Copies of a model are models of their own, and nothing keeps them."""
     model = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 5))
