@@ -166,8 +166,9 @@ void bind_step(py::module_& m) {
         py::arg("flush_denormals") = false, py::arg("isa") = "");
   m.def("grad_sum", &grad_sum, py::arg("grads"), py::arg("squares") = std::vector<std::uintptr_t>(), py::kw_only(),
         py::arg("threads") = 1, py::arg("flush_denormals") = false, py::arg("isa") = "");
-  m.def("copy_runs", &copy_runs, py::arg("runs"), py::arg("squares") = std::vector<std::pair<std::uintptr_t, std::string>>(),
-        py::kw_only(), py::arg("threads") = 1, py::arg("isa") = "");
+  m.def("copy_runs", &copy_runs, py::arg("runs"),
+        py::arg("squares") = std::vector<std::pair<std::uintptr_t, std::string>>(), py::kw_only(),
+        py::arg("threads") = 1, py::arg("isa") = "");
 }
 
 }  // namespace zero_opt::bindings
