@@ -87,8 +87,17 @@ def grad_sum(
     ``squares``, if given, has an address or 0 for each: what :meth:`Control.draft_sums` found for it.
     """
 
-def copy_runs(runs: Sequence[tuple[int, int, int]], *, threads: int = 1, isa: str = "") -> None:
-    """Copies of memory given as (to, from, bytes), none of which overlap; GIL released."""
+def copy_runs(
+    runs: Sequence[tuple[int, int, int]],
+    squares: Sequence[tuple[int, str]] = (),
+    *,
+    threads: int = 1,
+    isa: str = "",
+) -> None:
+    """Copies of memory given as (to, from, bytes), none of which overlap; GIL released.
+
+    ``squares`` has nothing, or per run 0 or the address of sums as for :func:`grad_sum`, and the dtype of the elements.
+    """
 
 def convert(numel: int, from_: tuple[int, str], to: tuple[int, str], isa: str = "") -> None:
     """Array to array, each an (address, dtype), one of them fp32, rounded to nearest even: for tests."""

@@ -131,13 +131,22 @@ std::pair<double, std::int64_t> grad_sum(const std::vector<Grad>& grads, const s
   return {sum.squares, sum.nonfinite};
 }
 
-void copy_runs(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t>>& runs, int threads,
+void copy_runs(const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t>>& runs,
+               const std::vector<std::pair<std::uintptr_t, std::string>>& squares, int threads,
                const std::string& isa) {
   const Kernels& kernels = table(isa);
+  if (!squares.empty() && squares.size() != runs.size()) {
+    throw std::invalid_argument("either all runs or none have a place for sums");
+  }
   std::vector<CopyRun> copies;
   for (const auto& [to, from, bytes] : runs) {
     if (bytes < 0) throw std::invalid_argument("bytes must not be negative, got " + std::to_string(bytes));
-    copies.push_back({memory(to), memory(from), bytes});
+    CopyRun copy = {memory(to), memory(from), bytes, Format::kFloat32, nullptr};
+    if (!squares.empty()) {
+      copy.format = float_named(squares[copies.size()].second);
+      copy.squares = static_cast<double*>(memory(squares[copies.size()].first));
+    }
+    copies.push_back(copy);
   }
   const py::gil_scoped_release unlocked;
   zero_opt::copy_runs(kernels, copies, threads);
@@ -157,7 +166,9 @@ void bind_step(py::module_& m) {
         py::arg("flush_denormals") = false, py::arg("isa") = "");
   m.def("grad_sum", &grad_sum, py::arg("grads"), py::arg("squares") = std::vector<std::uintptr_t>(), py::kw_only(),
         py::arg("threads") = 1, py::arg("flush_denormals") = false, py::arg("isa") = "");
-  m.def("copy_runs", &copy_runs, py::arg("runs"), py::kw_only(), py::arg("threads") = 1, py::arg("isa") = "");
+  m.def("copy_runs", &copy_runs, py::arg("runs"),
+        py::arg("squares") = std::vector<std::pair<std::uintptr_t, std::string>>(), py::kw_only(),
+        py::arg("threads") = 1, py::arg("isa") = "");
 }
 
 }  // namespace zero_opt::bindings

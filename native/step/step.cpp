@@ -141,14 +141,23 @@ void copy_runs(const Kernels& kernels, const std::vector<CopyRun>& runs, int thr
   Blocks blocks;
   for (const CopyRun& run : runs) blocks.add((run.bytes + kUnit - 1) / kUnit);
   const bool stream = blocks.total_numel() >= kStreamUnits;
-  for_all_blocks(blocks, {threads, false}, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
-    const std::int64_t first = begin * kUnit, bytes = std::min(end * kUnit, runs[i].bytes) - first;
-    const char* from = static_cast<const char*>(runs[i].from) + first;
-    char* to = static_cast<char*>(runs[i].to) + first;
+  const auto copy = [&](const char* from, char* to, std::int64_t bytes) {
     if (stream) {
       kernels.stream_copy(from, to, bytes);
     } else {
       std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    }
+  };
+  for_all_blocks(blocks, {threads, false}, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = begin * kUnit, bytes = std::min(end * kUnit, runs[i].bytes) - first;
+    const char* from = static_cast<const char*>(runs[i].from) + first;
+    char* to = static_cast<char*>(runs[i].to) + first;
+    if (runs[i].squares == nullptr) return copy(from, to, bytes);
+    const std::int64_t width = bytes_of(runs[i].format), piece = kSumNumel * width;
+    for (std::int64_t at = 0; at < bytes; at += piece) {
+      const std::int64_t n = std::min(piece, bytes - at);
+      runs[i].squares[(first + at) / piece] = kernels.grad_sum(from + at, runs[i].format, n / width).squares;
+      copy(from + at, to + at, n);
     }
   });
 }

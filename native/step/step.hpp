@@ -75,6 +75,8 @@ struct CopyRun {
   void* to;
   const void* from;
   std::int64_t bytes;
+  Format format;    // of the elements, if there are squares
+  double* squares;  // null, or a place for their sums, which grad_sum takes, found while they are in the cache
 };
 
 // Copies every run; past the caches if together they would fill those, for then whoever reads first finds the rest gone.

@@ -32,3 +32,35 @@ def test_every_byte_and_no_other(isa: str, sizes: list[int], offset: int) -> Non
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         _native.copy_runs([(0, 0, -1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_squares_are_those_of_a_sum_by_itself(isa: str, dtype: torch.dtype) -> None:
+    """Per run, or of none of its elements; whatever threads there are, and past the caches or not."""
+    name = str(dtype).removeprefix("torch.")
+    for sizes in ([1, 4095, 0, 4096, 4097], [300_001, 65_537, (1 << 21) + 3]):
+        sources = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in sizes]
+        targets = [torch.zeros_like(source) for source in sources]
+        sums = [torch.full((-(-size // 4096) + 1,), -1.0, dtype=torch.float64) for size in sizes]
+        width = dtype.itemsize
+        runs = [(t.data_ptr(), s.data_ptr(), s.numel() * width) for t, s in zip(targets, sources, strict=True)]
+        places = [(0 if number == 1 else place.data_ptr(), name) for number, place in enumerate(sums)]
+        for threads in (1, 2):
+            _native.copy_runs(runs, places, threads=threads, isa=isa)
+            for number, (target, source, found) in enumerate(zip(targets, sources, sums, strict=True)):
+                assert torch.equal(target, source)
+                blocks = [] if number == 1 else source.split(4096)
+                by_itself = [
+                    _native.grad_sum([(block.data_ptr(), name, block.numel())], isa=isa)[0]
+                    for block in blocks
+                    if block.numel()
+                ]
+                assert found.tolist() == [*by_itself, *[-1.0] * (len(found) - len(by_itself))]
+                target.zero_()
+                found.fill_(-1.0)
+
+
+def test_places_for_some_of_the_runs_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="all runs or none"):
+        _native.copy_runs([(0, 0, 0)], [(0, "float32"), (0, "float32")])

@@ -216,11 +216,18 @@ def sum_count(numel: int) -> int:
     return -(-numel // _SUM_NUMEL)
 
 
-def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
+def copy_(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    squares: Sequence[Tensor | None] = (),
+    *,
+    threads: int | None = None,
+) -> None:
     """Copy tensors in one native call, large ones past the caches, and raise the targets' version counters.
 
     Args:
         targets, sources: contiguous CPU tensors, in pairs of one dtype and as many elements; no two targets overlap.
+        squares: nothing, or, of gradients, per pair ``None`` or a place for the sums that :func:`grad_squares` takes.
         threads: as for :func:`adam_update_`.
 
     Raises:
@@ -232,8 +239,12 @@ def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int 
         if not plain or target.dtype is not source.dtype or target.numel() != source.numel():
             raise ConfigError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
         runs.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))
+    places = [
+        (0, "float32") if sums is None else (sums.data_ptr(), DTYPE_NAMES[target.dtype])
+        for sums, target in zip(squares, targets, strict=bool(squares))
+    ]
     count = checked_threads(threads)
-    native.copy_runs(runs, threads=count)
+    native.copy_runs(runs, places, threads=count)
     torch.autograd.graph.increment_version([target for target in targets if not target.is_inference()])
 
 

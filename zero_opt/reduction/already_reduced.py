@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import product, repeat
 
 import torch
 from torch import Tensor
@@ -11,29 +11,45 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
+from ..kernels import copy_
 from ..layout import ParamSlice, indices_of
+from ..sharding.buckets import GradBucket
+from ..system.devices import is_host
 from .consumed_grad import consumed_conflict
 from .grad_norm import scale_
 from .grad_samples import GradComparison
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts
+from .shard_squares import ShardSquares
 from .sparse import sparse_refusal
 
 
 class AlreadyReducedGrads(GradReduction):
-    """Gradients whose mean over the ranks is in ``p.grad`` when the engine collects them."""
+    """Gradients whose mean over the ranks is in ``p.grad`` when the engine collects them.
+
+    Users edit them until the step. For that they are copied to where a worker reads them, and where the last step asked
+    for squares, these are added up in the same pass over memory.
+    """
 
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._copies: list[Tensor] = []
+        self._squares: dict[int, ShardSquares] = {}  # by bucket
+        self._steps = False
         self._comparison = GradComparison(parts.partition, parts.agreement.group)
 
+    def watch(self, buckets: Sequence[GradBucket]) -> None:
+        for bucket in buckets:
+            if bucket.reader is None and is_host(bucket.device):
+                bucket.reader = self._squares[bucket.layout.index] = ShardSquares(bucket)
+
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
+        self._steps = steps
         error = error or consumed_conflict(self._parts.all_params)
         sample = self._comparison.sample(self._parts.count.step)
         return OwnRounds(0, error or sparse_refusal(self._partition), sample=sample)
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
-        """Return slices of ``p.grad``, as views where its strides are the parameter's."""
+        """Return slices of ``p.grad``, as views where its strides are the parameter's; for a step, see the class."""
         self._require_all_used(agreed)
         self._comparison.require_same(agreed, self._parts.count.step)
         self._copies.clear()
@@ -42,7 +58,31 @@ class AlreadyReducedGrads(GradReduction):
         for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, bucket.layout.params_in(used)))
-        return shards
+        return self._brought_home(shards)
+
+    def _brought_home(self, shards: Sequence[GradShard]) -> list[GradShard]:
+        """Copy gradients of a step to where a worker reads them, in one call. Return the shards as they are then."""
+        brought, copies = list[GradShard](), list[tuple[Tensor, Tensor, Tensor | None]]()
+        for shard in shards:
+            bucket, squares = self._partition.buckets[shard.bucket], self._squares.get(shard.bucket)
+            pairs = bucket.homes(shard.grads) if self._steps else None
+            if pairs is None:
+                if squares is not None:
+                    squares.scales(bucket, 1.0)  # those of before are of other values
+                brought.append(shard)
+                continue
+            sums = [part.squares for part in squares.sums(bucket)] if squares is not None else []
+            places = zip(pairs, sums or repeat(None), strict=bool(sums))
+            copies += [(*pair, place) for pair, place in places if pair is not None]
+            grads = [pair and self._shaped(piece, pair[0]) for pair, piece in zip(pairs, shard.slices, strict=True)]
+            brought.append(shard._replace(grads=grads))
+        if copies:
+            copiers = max(bucket.copiers for bucket in self._partition.buckets)
+            copy_(*zip(*copies, strict=True), threads=max(copiers, torch.get_num_threads()))
+        return brought
+
+    def _shaped(self, piece: ParamSlice, run: Tensor) -> Tensor:
+        return self._partition.flats[piece.param].shaped_if_whole(run)
 
     def _require_all_used(self, agreed: StepAgreement) -> None:
         """Raise GradientConflict, on every rank, for a gradient that only some have: no mean of all ranks."""
@@ -101,3 +141,5 @@ class AlreadyReducedGrads(GradReduction):
 
     def end_step(self) -> None:
         self._copies.clear()
+        for squares in self._squares.values():
+            squares.end_step()

@@ -113,6 +113,7 @@ class GradBucket:
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
         reader: is told what becomes of the shard. The placement may set it when it takes the bucket in; if it does not,
             the reduction may, which takes the bucket in later.
+        copiers: how many threads may copy to :meth:`homes`, on the cores of a worker that has nothing to do then.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
@@ -149,6 +150,7 @@ class GradBucket:
         self._addresses: list[int] = []
         self._sent_layouts: object = None  # how gradients lay that were in the order in which they are sent
         self.reader: ShardReader | None = None
+        self.copiers = 1
 
     @property
     def staging_nbytes(self) -> int:
@@ -213,6 +215,28 @@ class GradBucket:
     def reclaim(self) -> None:
         """End :meth:`lend`: the worker reads the shard no more."""
         self._lent = False
+
+    def homes(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | None] | None:
+        """Return per slice of this rank its place in the arena, and the values of its gradient, both 1-D.
+
+        ``None`` without an arena, while a worker reads it, or where a gradient has other than plain values in the order
+        and the dtype of the shard.
+        """
+        if not self._arena_count or self._lent:
+            return None
+        pairs = list[tuple[Tensor, Tensor] | None]()
+        for (position, piece), grad in zip(self._own, grads, strict=True):
+            if grad is None:
+                pairs.append(None)
+                continue
+            home = self.in_arena[slice(*piece.in_shard)]
+            if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_neg():
+                return None
+            values = grad if grad.dim() == 1 else self.params[position].flatten(grad)
+            if values.dtype is not home.dtype or values.device != home.device or not values.is_contiguous():
+                return None
+            pairs.append((home, values))
+        return pairs
 
     def writable(self, *, keep: bool) -> Tensor:
         """Return the shard, for a new round or for zeros; tells :attr:`reader`. Undefined values unless ``keep``."""

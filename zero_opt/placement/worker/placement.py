@@ -89,6 +89,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def add(self, buckets: Sequence[GradBucket]) -> None:
         added = [self.shard_type(bucket, self._kept) for bucket in buckets]
+        for bucket in buckets:
+            bucket.copiers = self._worker.threads
         self._extend([*self._shards.values(), *added])
         self._register(added)
         self._mark_state()
