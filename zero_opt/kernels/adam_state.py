@@ -266,6 +266,7 @@ def require_bases(what: str, bases: Tensor, highest: int) -> None:
         raise StateDictError(f"{what} must be from 0 to {highest}, and has {int(bases.min())} to {int(bases.max())}")
 
 
+@torch.no_grad()
 def follow_param(master: Tensor, param: Tensor) -> None:
     """Take a master from a parameter of its shape that may have been written to; on any devices."""
     if master.dtype is param.dtype:

@@ -431,7 +431,6 @@ class NativeOptimizer(torch.optim.Optimizer):
             if isinstance(master, Tensor) and master.shape == param.shape and master.dtype is torch.float32:
                 yield param, master
 
-    @torch.no_grad()
     def _follow_params(self, *, loaded: bool) -> None:
         """Let masters follow params written to since the last step, and all those of which a master was ``loaded``."""
         for param, master in self._mastered():

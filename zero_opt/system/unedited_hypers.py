@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from .same_objects import SameObjects
+from .same_objects import SameObjects, flattened
 
 # Keys of the user's groups alone: the wrapped optimizer has its own params, and no names for them.
 OUTER_KEYS = ("params", "param_names")
@@ -32,11 +33,11 @@ class UneditedHypers:
             self._known.forget()
 
 
-def _objects_in(groups: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    yield from groups
-    for group in groups:
-        yield from group
-        yield from group.values()
+def _objects_in(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    within = flattened([*groups])
+    if within is None:  # a group is of a class of its own
+        within = [*chain.from_iterable((*group, *group.values()) for group in groups)]
+    return [*groups, *within]
 
 
 def _is_fixed(value: Any) -> bool:
