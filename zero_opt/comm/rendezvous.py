@@ -252,7 +252,8 @@ class Meeting:
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
         self._take_number()
-        told = error if isinstance(error, ZeroOptError) else PeerLost(ended_by(error, f"rank {self.rank}", self._call))
+        ours = isinstance(error, ZeroOptError)
+        told = error if ours else PeerLost(ended_by(error, self._name(self.rank), self._call))
         late = sorted(self.watch.departures.unanswering) if self.name else self._absent
         absent = late if isinstance(error, PeerSilent) else []
         said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]], absent])
@@ -347,7 +348,7 @@ class Meeting:
         if rank in (None, self.rank):
             return None
         if self.rank in absent:
-            return PeerSilent(f"rank {rank} has given up waiting for this one in {self._call}; {self._come}")
+            return PeerSilent(f"{self._name(rank)} has given up waiting for this one in {self._call}; {self._come}")
         error = error_of_rank(rank, name, text)
         return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
 
@@ -362,8 +363,8 @@ class Meeting:
             if how in (How.ENDED, How.FAILED) and member in here:
                 by = " with an exception" * (how is How.FAILED)
                 return PeerLost(
-                    f"rank {here.index(member)} has ended its program{by} while another waited for it in {self._call}; "
-                    "look at its log, and restart all ranks"
+                    f"{self._name(here.index(member))} has ended its program{by} while another waited for it in "
+                    f"{self._call}; look at its log, and restart all ranks"
                 )
         return None
 
@@ -432,17 +433,22 @@ class Meeting:
             except RuntimeError as error:
                 if by_handler(error):
                     raise
-                text = first_line(error)
-                how = f"rank {rank} has ended, or its host does not answer, while another waited for it in {self._call}"
+                text, name, call = first_line(error), self._name(rank), self._call
+                how = f"{name} has ended, or its host does not answer, while another waited for it in {call}"
                 if closed_by_timeout(text):  # the connection is gone, and the rank may be there
-                    how = f"a call of the process group has waited too long for rank {rank}, and {self._call} needs it"
+                    how = f"a call of the process group has waited too long for {name}, and {call} needs it"
                 return PeerLost(f"{how}; look at its log, and restart all ranks ({text})")
         return None
+
+    def _name(self, rank: int) -> str:
+        """Return what messages call a rank: its number in the group, and its global rank if that is another."""
+        member = self._key[1][rank]
+        return f"rank {rank}" if member == rank else f"rank {rank} (global rank {member})"
 
     def _named(self) -> str:
         """Return names of the ranks that have not come."""
         others = f"one or more of the other ranks ({len(self._key[1]) - 1})"
-        return ", ".join(f"rank {rank}" for rank in self._absent) or others
+        return ", ".join(map(self._name, self._absent)) or others
 
 
 def require_same(calls: Sequence[str]) -> None:

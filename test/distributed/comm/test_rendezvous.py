@@ -163,6 +163,22 @@ def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error()
         assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning
 
 
+def _one_of_a_subgroup_does_not_come(rank: int, world_size: int) -> str:
+    group, store = dist.new_group([0, 2], timeout=timedelta(seconds=8)), _store_of_ranks()
+    if rank != 0:
+        store.wait(["told 0"], timedelta(seconds=PATIENCE_S))
+        return ""
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        _train(group, rank)
+    store.set("told 0", "")
+    return str(caught.value)
+
+
+def test_a_rank_of_a_subgroup_has_its_global_rank_in_the_error() -> None:
+    said, *_ = run_processes(3, _one_of_a_subgroup_does_not_come)
+    assert said.startswith("rank 1 (global rank 2) did not come to ShardedOptimizer() in "), said
+
+
 # -- calls that are left ----------------------------------------------------------------------------------------------
 
 CALLS: dict[str, Any] = {
