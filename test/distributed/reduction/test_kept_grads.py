@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,24 @@ def test_a_kept_gradient_is_refused_after_another_backward(drop: str, offload: A
 def test_a_kept_gradient_is_refused_after_zero_grad() -> None:
     for message, _ in run_processes(2, _put_back, "opt.zero_grad", False, None):
         assert "the gradient of parameter 0 " in message and "are gone" in message
+
+
+def _keep_weakly(rank: int, world_size: int) -> list[Tensor | None]:
+    """What weak references to gradients give after another backward."""
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    _backward(model, rank, 1.0)
+    kept = [weakref.ref(param.grad) for param in model.parameters()]
+    assert [found() for found in kept] == _grads(model)
+    optimizer.zero_grad()
+    _backward(model, rank, 1.0)
+    found = [reference() for reference in kept]
+    optimizer.close()
+    return found
+
+
+def test_a_weak_reference_to_a_gradient_ends_with_it() -> None:
+    assert run_processes(2, _keep_weakly) == [[None] * 4] * 2
 
 
 def _put_back_at_once(rank: int, world_size: int, puts_back: bool) -> list[Tensor]:
