@@ -36,7 +36,7 @@ from ..sharding.pending_params import PendingParams
 from ..state.alike_entries import StateOwner
 from ..state.guard import marks
 from ..state.state_dict import StateDict, StatesByIndex, pack_groups
-from ..system.inference_mode import outside_modes
+from ..system.background_thread import run_apart
 from ..system.log import log
 from ..system.streams import wait_done
 from .arguments import adopt_errors, template_of
@@ -52,7 +52,7 @@ from .planning import Planner
 from .process_groups import OwnGroups
 from .uneven_edits import keep_uneven_edits, restore
 
-# Seconds that the background thread has to end what it has begun; after that its memory stays where it is.
+# Seconds that a background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
 
 
@@ -64,8 +64,7 @@ def _end_dropped(groups: OwnGroups, placement: Placement) -> None:
             "opt.close(), before the last reference goes",
             ", and show predictions" if placement.predicts else "",
         )
-    with outside_modes():
-        groups.close()
+    run_apart(groups.close, _IDLE_S)
 
 
 class BetweenSteps(Engine):

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakSet
 
+from ..errors import OutOfResources
 from .devices import thread_device
 from .interrupts import uninterrupted
 from .phases import BusySeconds
@@ -193,3 +194,19 @@ class SerialThread:
     def is_current(self) -> bool:
         """Whether this is the thread."""
         return self._thread is threading.current_thread()
+
+
+def run_apart(call: Callable[[], None], patience_s: float) -> None:
+    """Run a finalizer's call on a thread of its own, and wait for it, but no longer than ``patience_s``.
+
+    The garbage collector may come to a finalizer anywhere: inside modes and transforms of torch's, which would take
+    what the call does with tensors; and while the thread holds what the call waits for.
+    """
+    thread = SerialThread("zero_opt end")
+    try:
+        ended = thread.submit(call)
+    except (RuntimeError, OutOfResources):  # there is no thread to be had
+        call()
+        return
+    thread.close()
+    wait([ended], patience_s)

@@ -1,13 +1,12 @@
 """Leaving ``torch.inference_mode()``: a tensor that is made in it has no version counter, and cannot be written later.
 
 Values that the library makes outlive the call in which they are made, so calls of users and hooks leave the mode first.
-Finalizers leave all modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 import torch
@@ -20,16 +19,6 @@ _version_getter = attrgetter("_version")
 def outside_inference_mode() -> AbstractContextManager[None]:
     """Return a context in which tensors are made as outside ``torch.inference_mode()``; it costs nothing out there."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNCHANGED
-
-
-@contextmanager
-def outside_modes() -> Iterator[None]:
-    """A context in which torch computes as outside of all modes and transforms, as FakeTensorMode and torch.func have.
-
-    For what Python's garbage collector calls, which may run anywhere.
-    """
-    with outside_inference_mode(), torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
-        yield
 
 
 def version_of(tensor: Tensor) -> int:
