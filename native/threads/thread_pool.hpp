@@ -26,8 +26,8 @@ constexpr std::int64_t kAloneNumel = 65536;
 
 // Calls task(index) for every index in [0, count), each on its own thread, and returns when all are done. One is the
 // caller, which takes the place of the pool's thread on its CPU; the others are the pool's. With count 1, where threads
-// cannot be had, or while another thread has the pool, the caller makes all the calls itself, one after the other: tasks
-// must not wait for each other, nor throw.
+// cannot be had, or while another thread has the pool, the caller makes all the calls itself, one after the other:
+// tasks must not wait for each other, nor throw.
 //
 // Threads start at first use, sleep in between, and are started afresh in a forked child. They are pinned, one per
 // CPU, when there is one for each CPU that the process may use; fewer are not, since another process on the host

@@ -126,7 +126,7 @@ class Group:
     told = 0
     # Weak, so that destroy_process_group() ends the threads of the user's group: one that lasts may abort at exit.
     _parent: weakref.ref[dist.ProcessGroup] | None = None
-    _mesh: DeviceMesh | None = None
+    _mesh: weakref.ref[DeviceMesh] | None = None
 
     def __init__(
         self,
@@ -311,10 +311,12 @@ class Group:
 
     def mesh(self) -> DeviceMesh:
         """Return the ranks of :attr:`parent`, which is needed, as a 1-D mesh, for tensors in host memory."""
-        if self._mesh is None:
-            assert self.parent is not None, "a rank alone has no mesh"
-            self._mesh = DeviceMesh.from_group(self.parent, "cpu")
-        return self._mesh
+        parent, mesh = self.parent, None if self._mesh is None else self._mesh()
+        assert parent is not None, "a rank alone has no mesh"
+        if mesh is None:
+            mesh = DeviceMesh.from_group(parent, "cpu")
+            self._mesh = weakref.ref(mesh)  # it holds the group
+        return mesh
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order.

@@ -22,7 +22,7 @@ c10d: Any = dist.distributed_c10d
 
 
 def _let_go_of_default_group() -> None:
-    """Import torch.distributed.nn.functional without the default group.
+    """Import torch.distributed.nn.functional, and take the default group out of its functions' default arguments.
 
     torch's optimizers import this module when the first is made. Its functions' default arguments then capture the
     default group, whose threads outlive destroy_process_group(), and may abort the exit. Without a group at the time of

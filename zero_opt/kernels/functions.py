@@ -18,6 +18,7 @@ from .checks import (
     GRAD_DTYPES,
     check_apart,
     check_tensor,
+    has_memory,
     has_order,
     require_number,
     require_numbers,
@@ -235,7 +236,7 @@ def copy_(
     """
     runs = []
     for target, source in zip(targets, sources, strict=True):
-        plain = target.is_cpu and source.is_cpu and target.is_contiguous() and source.is_contiguous()
+        plain = all(tensor.is_cpu and tensor.is_contiguous() and has_memory(tensor) for tensor in (target, source))
         if not plain or target.dtype is not source.dtype or target.numel() != source.numel():
             raise ConfigError("copies are of contiguous CPU tensors, in pairs of one dtype and as many elements")
         runs.append((target.data_ptr(), source.data_ptr(), target.numel() * target.element_size()))

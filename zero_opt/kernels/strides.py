@@ -59,6 +59,6 @@ def joined_bytes(values: list[Tensor]) -> bytes:
     return native.joined_bytes(READER, values)
 
 
-def scalars_of(values: list[Tensor]) -> Tensor:
+def joined_scalars(values: list[Tensor]) -> Tensor:
     """Return one tensor of values without dimensions, whose :func:`dimensions_of` native code has read."""
     return torch.frombuffer(bytearray(joined_bytes(values)), dtype=values[0].dtype)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from ..comm.backend_exchanges import ddp_average
-from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, ConfigTypeError
 from ..sharding.late_params import Unwatched
 from ..system.inference_mode import outside_inference_mode
@@ -43,10 +42,12 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
             'torch._dynamo.config.optimize_ddp="python_reducer" reduces gradients one by one; leave it at True, or use '
             "reduction=zero_opt.AlreadyReduced() without the hook"
         )
-    if optimizer._closed:  # DDP keeps its hook; what else trains the model needs the mean
-        return ddp_average(resolve_group(optimizer._process_group), bucket)
+    group = optimizer._engine.group
+    if optimizer._closed and group.world_size > 1:  # DDP keeps its hook; what else trains the model needs the mean
+        return ddp_average(group.parent, bucket)
     with outside_inference_mode(), Unwatched():
-        optimizer._engine.take_bucket(bucket)
+        if not optimizer._closed:
+            optimizer._engine.take_bucket(bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

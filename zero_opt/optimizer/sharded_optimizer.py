@@ -92,8 +92,8 @@ class ShardedOptimizer(UnevenInputs):
         **defaults: Any,
     ) -> None:
         params = run_once(params)
-        self._process_group, self._parked, self._closed = process_group, Parked(), False
-        self._one_call = OneCall()
+        self._hosts, self._ranks_given = hosts_of(process_group), process_group is not None  # no reference to a group
+        self._parked, self._closed, self._one_call = Parked(), False, OneCall()
         Joinable.__init__(self)
         over_mesh = any(map(is_dtensor, params_of(params)))
         parent = None if over_mesh else agreed_group(process_group)
@@ -101,7 +101,7 @@ class ShardedOptimizer(UnevenInputs):
         alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
         try:
             self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
-            mesh = mesh_of(params, self._config, process_group)
+            mesh = mesh_of(params, self._config, ranks_given=self._ranks_given)
             apart = self._config.has_masters if mesh is None else steps_apart(self._config)
         except ZeroOptError as own_error:
             if alone:
@@ -138,7 +138,7 @@ class ShardedOptimizer(UnevenInputs):
     def _own_groups(self, parent: ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
         """Return process groups of this optimizer's own, for ranks of a parent. Collective."""
         neighbors = None if mesh is None else mesh.largest
-        return OwnGroups(parent, checks, neighbors, hosts=hosts_of(self._process_group))
+        return OwnGroups(parent, checks, neighbors, hosts=self._hosts)
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""
@@ -156,6 +156,7 @@ class ShardedOptimizer(UnevenInputs):
         with old.together(""):
             old.require_replaceable()
             mesh = self._examined()
+        parent = old.group.parent if mesh is None else None
         old.make_way(dtensors=mesh is not None)
         self._closed = True  # it stays so if anything below fails
         self.state.clear()
@@ -166,14 +167,13 @@ class ShardedOptimizer(UnevenInputs):
             held[1].update(self.state)
             self.param_groups, self.state = held
         else:
-            parent = old.group.parent if mesh is None else None
             engine = self._connected(self._own_groups(parent, config.checks, mesh), mesh)
             self._engine, engine.join_notified = engine, old.join_notified
         self._closed = False
 
     def _examined(self) -> MeshParams | None:
         """Check the parameters that there are now; return what is known of their meshes if they are DTensors."""
-        mesh = mesh_of(self.param_groups, self._config, self._process_group)
+        mesh = mesh_of(self.param_groups, self._config, ranks_given=self._ranks_given)
         if mesh is None or steps_apart(self._config):
             self._config.check_params(self.param_groups, self._describe)
         elif leaves_scaled(self):
@@ -470,7 +470,7 @@ class ShardedOptimizer(UnevenInputs):
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""
         self._engine.require_copyable()
-        kept = ("defaults", "_config", "_engine", "_parked", "_closed", "_process_group", "_has_no_group")
+        kept = ("defaults", "_config", "_engine", "_parked", "_closed", "_hosts", "_ranks_given", "_has_no_group")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from ..errors import GradientConflict, ZeroOptError
 from ..kernels import copy_
 from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import GradBucket
-from ..system.devices import is_host
 from .consumed_grad import consumed_conflict
 from .grad_norm import scale_
 from .grad_samples import GradComparison
@@ -39,7 +38,7 @@ class AlreadyReducedGrads(GradReduction):
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         for bucket in buckets:
-            if bucket.reader is None and is_host(bucket.device):
+            if bucket.copiers and bucket.reader is None:
                 bucket.reader = self._squares[bucket.layout.index] = ShardSquares(bucket)
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
@@ -58,28 +57,28 @@ class AlreadyReducedGrads(GradReduction):
         for bucket in self._partition.buckets:
             grads = [sent[piece.param] if piece.param in sent else self._slice(piece) for piece in bucket.slices]
             shards.append(GradShard(bucket.layout.index, bucket.slices, grads, bucket.layout.params_in(used)))
-        return self._brought_home(shards)
+        return self._copied_to_arena(shards)
 
-    def _brought_home(self, shards: Sequence[GradShard]) -> list[GradShard]:
+    def _copied_to_arena(self, shards: Sequence[GradShard]) -> list[GradShard]:
         """Copy gradients of a step to where a worker reads them, in one call. Return the shards as they are then."""
-        brought, copies = list[GradShard](), list[tuple[Tensor, Tensor, Tensor | None]]()
+        copied, copies = list[GradShard](), list[tuple[Tensor, Tensor, Tensor | None]]()
         for shard in shards:
             bucket, squares = self._partition.buckets[shard.bucket], self._squares.get(shard.bucket)
-            pairs = bucket.homes(shard.grads) if self._steps else None
+            if squares is not None:
+                squares.forget()  # those of before are of other values, and were asked for before this step
+            pairs = bucket.arena_places(shard.grads) if self._steps else None
             if pairs is None:
-                if squares is not None:
-                    squares.scales(bucket, 1.0)  # those of before are of other values
-                brought.append(shard)
+                copied.append(shard)
                 continue
             sums = [part.squares for part in squares.sums(bucket)] if squares is not None else []
             places = zip(pairs, sums or repeat(None), strict=bool(sums))
             copies += [(*pair, place) for pair, place in places if pair is not None]
             grads = [pair and self._shaped(piece, pair[0]) for pair, piece in zip(pairs, shard.slices, strict=True)]
-            brought.append(shard._replace(grads=grads))
+            copied.append(shard._replace(grads=grads))
         if copies:
             copiers = max(bucket.copiers for bucket in self._partition.buckets)
             copy_(*zip(*copies, strict=True), threads=max(copiers, torch.get_num_threads()))
-        return brought
+        return copied
 
     def _shaped(self, piece: ParamSlice, run: Tensor) -> Tensor:
         return self._partition.flats[piece.param].shaped_if_whole(run)

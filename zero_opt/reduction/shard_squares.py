@@ -1,6 +1,7 @@
-"""Sums of squares of a shard, for the norm and the look for non-finite gradients, taken while the shard is reduced.
+"""Sums of squares of a shard, for the norm and the look for non-finite gradients, taken while the shard is written.
 
-The exchange has a shard in the cache when it writes it; ``step()`` would have to bring it from memory again.
+The exchange, or a copy to a worker's arena, has it in the cache then; ``step()`` would have to bring it from memory
+again.
 """
 
 from __future__ import annotations
@@ -52,4 +53,9 @@ class ShardSquares:
 
     def end_step(self) -> None:
         """Forget the sums, since an optimizer may write to the gradients that it steps with."""
-        self._adds_up, self._known, self._asked, self._scaled = self._asked, False, False, False
+        self._adds_up = self._asked
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the sums, and what was asked since the last step."""
+        self._known = self._asked = self._scaled = False

@@ -11,6 +11,8 @@ The shard lies in one tensor at a time, the bucket's own or one in a worker's ar
 that tensor and nobody writes to it: every writer gets the shard from ``GradBucket._unlent()``, which moves a lent shard
 to another tensor first. A placement lends the shard once it lies in the arena, and reclaims it when the worker is done.
 A draft reads a shard that is not lent: the bucket tells its ``reader`` before it writes, and that voids the draft.
+Under ``AlreadyReduced`` nothing writes to shards, and nothing is drafted: what is stepped is copied to
+``GradBucket.arena_places()``.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ..comm.exchange import (
 )
 from ..comm.pieces import count_pieces, lane_of
 from ..errors import StateOffloaded
+from ..kernels.checks import oddity
 from ..kernels.strides import dtype_of
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
@@ -113,7 +116,8 @@ class GradBucket:
         dtype: dtype gradients are sent in. shard_dtype: dtype they are accumulated in.
         reader: is told what becomes of the shard. The placement may set it when it takes the bucket in; if it does not,
             the reduction may, which takes the bucket in later.
-        copiers: how many threads may copy to :meth:`homes`, on the cores of a worker that has nothing to do then.
+        copiers: how many threads may copy to :meth:`arena_places`, on the cores of a worker that has nothing to do
+            then; 0 without an arena.
 
     Args:
         reduce_dtype, accumulate_dtype: as in :class:`MixedPrecision`.
@@ -150,7 +154,7 @@ class GradBucket:
         self._addresses: list[int] = []
         self._sent_layouts: object = None  # how gradients lay that were in the order in which they are sent
         self.reader: ShardReader | None = None
-        self.copiers = 1
+        self.copiers = 0
 
     @property
     def staging_nbytes(self) -> int:
@@ -216,11 +220,11 @@ class GradBucket:
         """End :meth:`lend`: the worker reads the shard no more."""
         self._lent = False
 
-    def homes(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | None] | None:
+    def arena_places(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | None] | None:
         """Return per slice of this rank its place in the arena, and the values of its gradient, both 1-D.
 
-        ``None`` without an arena, while a worker reads it, or where a gradient has other than plain values in the order
-        and the dtype of the shard.
+        ``None`` without an arena, while a worker reads it, or where a gradient has other than plain values in host
+        memory, in the order and the dtype of the shard.
         """
         if not self._arena_count or self._lent:
             return None
@@ -229,13 +233,13 @@ class GradBucket:
             if grad is None:
                 pairs.append(None)
                 continue
-            home = self.in_arena[slice(*piece.in_shard)]
-            if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_neg():
+            if type(grad) is not Tensor or oddity(grad) is not None or grad.is_neg():
                 return None
+            place = self.in_arena[slice(*piece.in_shard)]
             values = grad if grad.dim() == 1 else self.params[position].flatten(grad)
-            if values.dtype is not home.dtype or values.device != home.device or not values.is_contiguous():
+            if values.dtype is not place.dtype or not values.is_cpu or not values.is_contiguous():
                 return None
-            pairs.append((home, values))
+            pairs.append((place, values))
         return pairs
 
     def writable(self, *, keep: bool) -> Tensor:

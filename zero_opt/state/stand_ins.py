@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.strides import scalars_of
+from ..kernels.strides import joined_scalars
 from ..layout import indices_of
 from ..placement import PlacementPolicy
 from ..placement.native_rules import ADAM_CLASSES
@@ -242,7 +242,7 @@ def _texts_of(entries: Sequence[Mapping[str, Any]], *, usual: bool) -> Iterable[
     """Return a text per entry, equal for entries with equal scalars; ``usual``: of :class:`UsualStates`."""
     if not usual:
         return (repr([(key, _number(value)) for key, value in entry.items()]) for entry in entries)
-    scalars = [scalars_of(column) for column in values_by_name(entries).values() if not column[0].dim()]
+    scalars = [joined_scalars(column) for column in values_by_name(entries).values() if not column[0].dim()]
     return map(repr, zip(*(column.tolist() for column in scalars))) if scalars else repeat("", len(entries))
 
 

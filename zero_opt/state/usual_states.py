@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, may_be_count
-from ..kernels.strides import dimensions_of, scalars_of
+from ..kernels.strides import dimensions_of, joined_scalars
 from ..placement.native_rules import COLUMN_KEYS
 from ..system.garbage_collection import without_collection
 
@@ -33,7 +33,11 @@ def are_usual(states: Sequence[Any], params: Sequence[Tensor]) -> bool:
         return False
     likes = [*params]
     values = [*chain.from_iterable(columns.values())]
-    return all(_is_usual(name, column, likes) for name, column in columns.items()) and _are_there(values)
+    return (
+        all(_is_usual(name, column, likes) for name, column in columns.items())
+        and _are_there(values)
+        and _are_counts(columns.get("step", []))
+    )
 
 
 def columns_of_alike(states: Sequence[Any]) -> dict[str, list[Tensor]] | None:
@@ -70,11 +74,14 @@ def _is_usual(name: str, column: list[Tensor], likes: list[Tensor]) -> bool:
     have_dimensions = dimensions_of(column, likes)
     if have_dimensions is None or column[0].dtype not in DTYPE_NAMES:
         return False
-    if name != "step":
+    return name != "step" or not (have_dimensions or column[0].dtype not in _COUNT_DTYPES)
+
+
+def _are_counts(steps: list[Tensor]) -> bool:
+    """Return whether values without dimensions are numbers of steps."""
+    if not steps:
         return True
-    if have_dimensions or column[0].dtype not in _COUNT_DTYPES:
-        return False
-    counts = scalars_of(column)
+    counts = joined_scalars(steps)
     return may_be_count(counts.min()) and may_be_count(counts.max()) and not bool(counts.isnan().any())
 
 

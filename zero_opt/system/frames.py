@@ -26,7 +26,7 @@ def inside_conversion() -> bool:
 
 
 def inside_description() -> bool:
-    """Return whether this thread is in torch.compile's description of a tensor, which reads no values."""
+    """Return whether this thread is in torch.compile's description of a tensor, which does not ask for values."""
     codes = (frame.f_code for frame in calling_frames())
     return any(code.co_name == "describe_tensor" and code.co_filename.endswith(_DESCRIBER_FILE) for code in codes)
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ init = dict(init_method="file://{store}", rank=int(sys.argv[1]), world_size={ran
 dist.init_process_group("gloo", **init)
 import zero_opt  # after that, as torch's modules that have the default group among their default arguments
 param = torch.nn.Parameter(torch.ones(3))
-optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
+optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, {given})
 param.sum().backward()
 optimizer.step()
 kept, group = optimizer, weakref.ref(dist.group.WORLD)
@@ -94,11 +95,17 @@ print(before, group() is None, sum("gloo" in name for name in names()))
 """
 
 
-@pytest.mark.parametrize("end", ["", "optimizer.close()"], ids=["open", "closed"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path, ranks: int, end: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "given", "end"),
+    [
+        *product((1, 2), ["None"], ["", "optimizer.close()"]),
+        (2, "dist.group.WORLD", ""),
+        (2, "None", "zero_opt.sharded_state_dict(optimizer)"),
+    ],
+)
+def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path, ranks: int, given: str, end: str) -> None:
     """A thread of gloo that frees a tensor while the interpreter ends aborts the process."""
-    code = _THREADS_LEFT.format(store=tmp_path / "store", ranks=ranks, end=end)
+    code = _THREADS_LEFT.format(store=tmp_path / "store", ranks=ranks, given=given, end=end)
     run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=600)
     with ThreadPoolExecutor(ranks) as pool:
         done = list(pool.map(lambda rank: run([sys.executable, "-c", code, str(rank)]), range(ranks)))

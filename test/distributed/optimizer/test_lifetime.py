@@ -84,6 +84,13 @@ def _collected_in_modes(rank: int, world_size: int) -> None:
 
     _collected_in(faked)
 
+    def functionalized(x: Tensor) -> Tensor:
+        gc.collect()
+        return x + 1
+
+    _collected_in(lambda: torch.func.functionalize(functionalized)(torch.ones(2)))
+    _collected_in(lambda: torch.jit.trace(functionalized, torch.ones(2)))
+
 
 def test_a_dropped_optimizer_ends_wherever_it_is_collected() -> None:
     """The garbage collector may run inside a mode of torch's, which would take the messages of its end."""

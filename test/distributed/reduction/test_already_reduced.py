@@ -123,3 +123,28 @@ def _frozen_at_first(rank: int, world_size: int) -> int:
 
 def test_one_gradient_is_compared_in_turn_with_every_step() -> None:
     assert run_threads(2, _frozen_at_first) == [2, 2]
+
+
+def _without_memory(rank: int, world_size: int) -> None:
+    """One that stands for zeros is stepped; of one whose memory was given back, torch raises what it does."""
+    first, second = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = zero_opt.ShardedOptimizer(
+        [first, second],
+        torch.optim.AdamW,
+        fused=True,
+        weight_decay=0.0,
+        reduction=zero_opt.AlreadyReduced(),
+        offload=zero_opt.WorkerOffload(),
+    )
+    first.grad, second.grad = torch._efficientzerotensor(5), torch.ones(3, 2)
+    optimizer.step()
+    assert bool((first == 1).all()) and bool((second < 1).all())
+    first.grad = torch.ones(5)
+    first.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_a_gradient_without_memory_is_not_read() -> None:
+    run_processes(1, _without_memory)

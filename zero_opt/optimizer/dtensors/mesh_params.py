@@ -332,11 +332,12 @@ def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
     return tuple(number for value in values for number in (id(value), version_of(value)))
 
 
-def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> MeshParams | None:
+def mesh_of(entries: Iterable[Any], config: Config, *, ranks_given: bool) -> MeshParams | None:
     """Return the :class:`MeshParams` of an optimizer; ``None`` if none of its parameters is a DTensor. Collective.
 
     Args:
         entries: as :func:`zero_opt.sharding.param_groups.run_once` returns them.
+        ranks_given: whether the user has passed a process group.
 
     Raises:
         ParamsUnsharded, ConfigConflict, UnsupportedOptimizer, UnsupportedParam: see the functions below.
@@ -345,7 +346,7 @@ def mesh_of(entries: Iterable[Any], config: Config, process_group: object) -> Me
     params = params_of(entries)
     mesh = None
     if any(map(is_dtensor, params)):
-        _check_config(config, process_group)
+        _check_config(config, ranks_given=ranks_given)
         mesh = MeshParams(config)
     admit(mesh, params)
     if mesh is not None:
@@ -388,10 +389,10 @@ def steps_apart(config: Config) -> bool:
     return native or config.has_masters
 
 
-def _check_config(config: Config, process_group: object) -> None:
+def _check_config(config: Config, *, ranks_given: bool) -> None:
     """Raise ConfigConflict or UnsupportedOptimizer for what cannot be asked of an optimizer over DTensors."""
     instead = None
-    if process_group is not None:
+    if ranks_given:
         instead = "whose mesh says which ranks there are; leave process_group out"
     elif isinstance(config.reduction, DDPHook):
         instead = "whose gradients fully_shard reduces, not DDP; leave reduction out"

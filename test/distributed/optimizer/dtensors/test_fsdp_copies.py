@@ -12,6 +12,7 @@ import zero_opt
 from test.support.fsdp_models import BF16, FP32, Net, backward, local_state, locals_of, mesh_of, ours, set_lr, sharded
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.placement.worker.arena_shard import ArenaShard
+from zero_opt.sharding.buckets import GradBucket
 
 WORKER = zero_opt.WorkerOffload()
 # Reached by nearly all steps; by none.
@@ -130,8 +131,8 @@ def _read_once(rank: int, world_size: int, reduction: Any) -> None:
     def noted(shard: ArenaShard, grads: Any) -> None:
         for position, grad in enumerate(grads):
             if grad is not None and grad.numel():
-                home = shard.grads[slice(*shard.pieces[position].in_shard)]
-                copied.append(grad.data_ptr() != home.data_ptr())
+                place = shard.grads[slice(*shard.pieces[position].in_shard)]
+                copied.append(grad.data_ptr() != place.data_ptr())
         take(shard, grads)
 
     ArenaShard.take_grads = noted  # type: ignore[method-assign]
@@ -156,6 +157,34 @@ def _read_once(rank: int, world_size: int, reduction: Any) -> None:
         assert known and all(known) is (step > 0), "squares come once a step has asked for them"
         assert [part.data_ptr() for part in _parts(net)] == before, "p.grad stays the user's"
     optimizer.close()
+
+
+def _asked_anew(rank: int, world_size: int) -> None:
+    """What the user's clipping measures beforehand is no question of the step's."""
+    net = sharded(mesh_of((world_size,)))
+    optimizer = ours(net, offload=WORKER, checks=zero_opt.Checks(nonfinite="skip"))
+    known = list[bool]()
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(net, step, rank)
+        optimizer.clip_grad_norm_(OFTEN)
+        squares: Any = GradBucket.squares
+
+        def noted(bucket: GradBucket, squares: Any = squares) -> Any:
+            found = squares(bucket)
+            known.extend(place is not None for place in found)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GradBucket, "squares", noted)
+            optimizer.step()
+        assert known and all(known) is (step > 0)
+        known.clear()
+    optimizer.close()
+
+
+def test_a_step_adds_up_squares_that_it_asks_for_itself() -> None:
+    run_processes(1, _asked_anew)
 
 
 @pytest.mark.parametrize("reduction", [zero_opt.Overlapped(), zero_opt.AtStep()], ids=str)
