@@ -354,3 +354,23 @@ def _tie(rank: int, world_size: int, offload: Any, after: int) -> None:
 )
 def test_parameters_that_are_re_pointed_into_one_another_are_refused(world_size: int, offload: Any, after: int) -> None:
     run_threads(world_size, _tie, offload, after)
+
+
+def _replaced_after_the_group(rank: int, world_size: int) -> list[str]:
+    optimizer = zero_opt.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+    dist.destroy_process_group()
+    param = nn.Parameter(torch.ones(3))
+    optimizer.param_groups[0]["params"] = [param]
+    param.sum().backward()
+    said = []
+    for _ in range(2):
+        with pytest.raises(zero_opt.ProcessGroupError) as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+    optimizer.close()
+    return said
+
+
+def test_parameters_that_come_once_the_group_is_destroyed_leave_the_optimizer_as_it_was() -> None:
+    for first, again in run_processes(2, _replaced_after_the_group):
+        assert first == again and "the process group was destroyed" in first
