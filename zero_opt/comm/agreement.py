@@ -197,7 +197,8 @@ class Agreement:
 
         if first.unscales and len(present) < len(reports):
             raise ConfigConflict(
-                "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale"
+                "GradScaler cannot unscale while ranks have run out of inputs (Join): they do not know its scale; give "
+                "all ranks as many batches, or use reduction=zero_opt.AtStep()"
             )
 
     def _require_same_mask(self, reports: Sequence[StepReport]) -> None:

@@ -454,6 +454,7 @@ class Group:
             self.watch.close()
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, KeyError):
             if self.has_send_recv:
+                self.disconnect()  # gloo aborts where its thread ends before a connection that a fork has open too
                 self._abort_devices()
                 self._pg._get_backend(HOST).shutdown()
             elif self.backend == THREADED:

@@ -213,6 +213,8 @@ def _real_state(state_dict: Any) -> dict[int, Mapping[str, Any]]:
     real: dict[int, Mapping[str, Any]] = {}
     for index, keys in _known(state_dict[_WITH_STATE]):
         entry = entry_of(state, index)
+        if not any(key in entry for key in COLUMN_KEYS):  # another offload than Selective has no use for those
+            keys = [key for key in keys if key not in COLUMN_KEYS]
         missing = [key for key in keys if key not in entry]
         if missing:
             raise StateDictError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -365,3 +366,36 @@ def _load_dtensors(rank: int, world_size: int, folder: str) -> None:
 
 def test_dtensors_are_loaded(tmp_path: Path) -> None:
     run_processes(2, _load_dtensors, str(tmp_path), timeout=LONG)
+
+
+def _from_selective(rank: int, world_size: int, folder: Path, steps: int) -> None:
+    """A sharded checkpoint of Selective, and the same as one dict, go on alike under no offload."""
+    policy = zero_opt.WorkerOffload(selective=zero_opt.Selective(0.1, 4))
+    model = _model()
+    saving = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, offload=policy)
+    for seed in range(steps):
+        _step(model, saving, seed)
+    dcp.save(zero_opt.sharded_state_dict(saving), checkpoint_id=folder)
+    saving.consolidate_state_dict()
+    whole = [saving.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(whole, 0)
+    saving.close()
+    results = []
+    for loads in (False, True):
+        other = copy.deepcopy(model)
+        optimizer = zero_opt.ShardedOptimizer(other.parameters(), torch.optim.AdamW)
+        if loads:
+            saved = zero_opt.sharded_state_dict(optimizer)
+            dcp.load(saved, checkpoint_id=folder)
+            zero_opt.load_sharded_state_dict(optimizer, saved)
+        else:
+            optimizer.load_state_dict(whole[0])
+        _step(other, optimizer, steps)
+        results.append([param.detach() for param in other.parameters()])
+        optimizer.close()
+    assert_bitwise(*results)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_sharded_checkpoint_of_selective_loads_under_another_offload(tmp_path: Path, steps: int) -> None:
+    run_processes(2, _from_selective, tmp_path, steps)

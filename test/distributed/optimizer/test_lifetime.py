@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +97,40 @@ def _collected_in_modes(rank: int, world_size: int) -> None:
 def test_a_dropped_optimizer_ends_wherever_it_is_collected() -> None:
     """The garbage collector may run inside a mode of torch's, which would take the messages of its end."""
     run_processes(2, _collected_in_modes)
+
+
+def _end_while_forking(rank: int, world_size: int, closes: bool) -> None:
+    """Children have the connections open for a while, as those of a DataLoader or of subprocess do."""
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+    over = threading.Event()
+
+    def fork() -> None:
+        while not over.is_set():
+            child = os.fork()
+            if child == 0:
+                time.sleep(0.02)
+                os._exit(0)
+            os.waitpid(child, 0)
+
+    forking = threading.Thread(target=fork)
+    forking.start()
+    for _ in range(12):
+        param = nn.Parameter(torch.ones(8))
+        optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
+        param.sum().backward()
+        optimizer.step()
+        if closes:
+            optimizer.close()
+        del optimizer
+        gc.collect()
+        dist.barrier()
+    over.set()
+    forking.join()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_optimizers_end_while_children_have_their_connections(closes: bool) -> None:
+    run_processes(3, _end_while_forking, closes)
 
 
 _SCRIPT = """
