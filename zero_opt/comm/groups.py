@@ -212,11 +212,7 @@ class Group:
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """The group as torch has it.
-
-        Raises:
-            OptimizerClosed: it is closed.
-        """
+        """The group as torch has it; raises OptimizerClosed once it is closed."""
         if self._pg is None:
             raise OptimizerClosed("this optimizer is closed, and its connections with it")
         return self._pg
@@ -444,10 +440,11 @@ class Group:
 
     def close(self) -> None:
         """Destroy the group, once; harmless when the user has destroyed everything already, and in a forked child."""
-        if self._pg is None:
+        pg = self._pg  # another thread may close it at the same time
+        if pg is None:
             return
         if os.getpid() != self._pid:
-            _inherited.append(self._pg)
+            _inherited.append(pg)
             return
         self._waits.close()
         if self.watch is not None:
@@ -456,9 +453,9 @@ class Group:
             if self.has_send_recv:
                 self.disconnect()  # gloo aborts where its thread ends before a connection that a fork has open too
                 self._abort_devices()
-                self._pg._get_backend(HOST).shutdown()
+                pg._get_backend(HOST).shutdown()
             elif self.backend == THREADED:
-                dist.destroy_process_group(self._pg)
+                dist.destroy_process_group(pg)
         self._pg = None  # the last reference, which gives back connections and threads
         self._stages.clear()
 
