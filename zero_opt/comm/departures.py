@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
@@ -67,6 +67,13 @@ class Departure(NamedTuple):
             "down; only large ones, where its MTU is too small), or one is stopped on its host; restart all ranks from "
             "the last checkpoint",
         }[self.how]
+
+
+def rank_name(rank: int, global_rank: int, notes: Sequence[str] = ()) -> str:
+    """Return what messages call a rank of a group: its number there, its global rank if that is another, and notes."""
+    if global_rank not in (-1, rank):
+        notes = [f"global rank {global_rank}", *notes]
+    return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
 
 
 def _no_connections(*_: object) -> None:

@@ -25,7 +25,7 @@ from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
-from .departures import Departure, Departures, How, Posted
+from .departures import Departure, Departures, How, Posted, rank_name
 from .process_identity import ProcessIdentity
 from .slices import SLICE_S, done_within
 
@@ -198,9 +198,7 @@ class Watch:
         )
 
     def _name(self, rank: int, notes: Sequence[str] = ()) -> str:
-        if self._global[rank] not in (-1, rank):
-            notes = [f"global rank {self._global[rank]}", *notes]
-        return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
+        return rank_name(rank, self._global[rank], notes)
 
     def last(self, ranks: Sequence[int] = ()) -> str:
         """The last step that missing ranks have come to: all have come to the one before this rank's."""

@@ -45,7 +45,7 @@ from ..system.interrupts import by_handler
 from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_timeout, first_line
-from .departures import How
+from .departures import How, rank_name
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
@@ -441,9 +441,7 @@ class Meeting:
         return None
 
     def _name(self, rank: int) -> str:
-        """Return what messages call a rank: its number in the group, and its global rank if that is another."""
-        member = self._key[1][rank]
-        return f"rank {rank}" if member == rank else f"rank {rank} (global rank {member})"
+        return rank_name(rank, self._key[1][rank])
 
     def _named(self) -> str:
         """Return names of the ranks that have not come."""

@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakSet
 
-from ..errors import OutOfResources
 from .devices import thread_device
 from .interrupts import uninterrupted
 from .phases import BusySeconds
@@ -205,7 +204,7 @@ def run_apart(call: Callable[[], None], patience_s: float) -> None:
     thread = SerialThread("zero_opt end")
     try:
         ended = thread.submit(call)
-    except (RuntimeError, OutOfResources):  # there is no thread to be had
+    except RuntimeError:  # there is no thread to be had
         call()
         return
     thread.close()
