@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal.getsignal() looks up a name too, which takes 1 to 3 us
 import contextlib
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 _PACKAGE = __name__.partition(".")[0]
+_SIGNALS = tuple(map(int, signal.valid_signals()))  # as numbers: some real-time signals have no name
 
 
 def by_handler(error: BaseException) -> bool:
@@ -33,7 +35,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
     kept: dict[int, FrameType | None] = {}
     for number in handlers:
         signal.signal(number, kept.__setitem__)
@@ -44,4 +46,4 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
         with contextlib.ExitStack() as last_first:  # all of them are called, whichever raises
             for caught, frame in kept.items():
-                last_first.callback(handlers[signal.Signals(caught)], caught, frame)
+                last_first.callback(handlers[caught], caught, frame)

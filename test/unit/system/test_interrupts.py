@@ -10,7 +10,8 @@ import pytest
 
 from zero_opt.system.interrupts import uninterrupted
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1]
+NAMELESS = signal.SIGRTMIN + 6
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, NAMELESS]
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, former)
 
 
-def _send(numbers: list[signal.Signals], handled: list[int]) -> None:
+def _send(numbers: list[int], handled: list[int]) -> None:
     with uninterrupted():
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -36,7 +37,7 @@ def _send(numbers: list[signal.Signals], handled: list[int]) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_handled_at_the_end(number: signal.Signals, handled: list[int]) -> None:
+def test_a_signal_is_handled_at_the_end(number: int, handled: list[int]) -> None:
     with pytest.raises(LookupError):
         _send([number], handled)
     assert handled == [number]
