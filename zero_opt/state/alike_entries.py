@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, Protocol
 
@@ -52,28 +53,32 @@ class AlikeEntries:
             self._columns = {key: value.detach().expand(len(members)).clone() for key, value in _scalars(entry).items()}
             elements = {key: column.unbind() for key, column in self._columns.items()}
         self._at: Tensor | None = None  # where the members' are in the columns; None: they are all there is
-        self._shown: list[dict[str, Any]] = []
-        for at, index in enumerate(members if entry else ()):
-            self._shown.append({**entry, **{key: column[at] for key, column in elements.items()}})
-            owner.state[params[index]] = self._shown[-1]
+        each = zip(*elements.values()) if elements else repeat((), len(members) if entry else 0)
+        self._shown: list[dict[str, Any]] = [{**entry, **dict(zip(elements, scalars))} for scalars in each]
+        for index, shown in zip(members, self._shown):
+            owner.state[params[index]] = shown
         self._owner, self._params = owner, params
         self._objects, self._memory = SameObjects(), SameMemory()
-        self._note()
+        self._note(chain.from_iterable(elements.values()))
 
     @classmethod
     def around(cls, owner: StateOwner, params: Sequence[Tensor], index: int, entry: Mapping[str, Any]) -> AlikeEntries:
         """Take the entry that the user has made of one parameter's, as it is; ``entry``: a copy of it."""
         made = cls(owner, params, [index], {})
         made.entry, made._shown = dict(entry), [owner.state[params[index]]]
-        made._columns = {key: value.view(1) for key, value in _scalars(made._shown[0]).items()}
-        made._note()
+        scalars = _scalars(made._shown[0])
+        made._columns = {key: value.view(1) for key, value in scalars.items()}
+        made._note(scalars.values())
         return made
 
-    def _note(self) -> None:
+    def _note(self, scalars: Iterable[Tensor]) -> None:
         self._values = [[*entry.values()] for entry in self._shown]
         self._objects.note(self._held(self._shown))
-        self._memory.note(value for entry in self._shown for value in _scalars(entry).values())
+        self._memory.note(scalars)
         self._versions = {key: column._version for key, column in self._columns.items()}
+
+    def _shown_scalars(self) -> Iterable[Tensor]:
+        return (value for entry in self._shown for value in _scalars(entry).values())
 
     def _held(self, entries: Iterable[Any]) -> list[Any]:
         held: list[Any] = []
@@ -127,7 +132,7 @@ class AlikeEntries:
             at = at.to(column.device)
         self._at = at if self._at is None else self._at[at]
         self.members, self._shown = members, [self._shown[at] for at in kept] if self._shown else []
-        self._note()
+        self._note(self._shown_scalars())
 
     def follow(self, after: Mapping[str, Any]) -> bool:
         """Let all entries be what a step has made of :attr:`entry`; returns False if that has other keys or dtypes."""
@@ -143,5 +148,5 @@ class AlikeEntries:
         self.entry = dict(after)
         self._versions = {key: column._version for key, column in self._columns.items()}
         if others:
-            self._note()
+            self._note(self._shown_scalars())
         return True

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -214,6 +215,10 @@ def _numbered(saved_groups: Any, param_groups: Sequence[Mapping[str, Any]]) -> d
                 f"param group {number} has {len(ids)} parameters in the state dict and {len(group['params'])} in the "
                 "optimizer"
             )
+        if {*map(type, ids)} == {int} and len({*ids}) == len(ids) and index_of.keys().isdisjoint(ids):
+            index_of.update(zip(ids, count(len(params))))
+            params += group["params"]
+            continue
         for saved_id, param in zip(ids, group["params"], strict=True):
             if not isinstance(saved_id, Hashable):
                 raise StateDictError(f"param group {number} of the state dict has {saved_id!r} for a parameter")

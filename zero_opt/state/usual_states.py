@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, repeat
-from operator import add, attrgetter, eq, is_, le, mul
+from operator import add, attrgetter, is_, le, methodcaller, mul
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..kernels.checks import DTYPE_NAMES, may_be_count
 from ..kernels.strides import dimensions_of, joined_scalars
 from ..placement.native_rules import COLUMN_KEYS
 from ..system.garbage_collection import without_collection
+from ..system.same_objects import flattened
 
 # Keys with rules of their own.
 _ODD_KEYS = {*COLUMN_KEYS, MAXIMUM, "master"}
@@ -45,20 +46,22 @@ def columns_of_alike(states: Sequence[Any]) -> dict[str, list[Tensor]] | None:
 
     ``None`` of other states, of names that are no texts, and of no states.
     """
-    if not states or not all(map(is_, map(type, states), repeat(dict))):
+    held = flattened([*states]) if states else None
+    if held is None:
         return None
-    names = tuple(states[0])
-    if not all(type(name) is str for name in names) or not all(map(eq, map(tuple, states), repeat(names))):
+    names = [*states[0]]
+    keys, values = held[::2], held[1::2]
+    # A dict has a name once: as many keys as names in each.
+    if not all(map(is_, map(type, keys), repeat(str))) or keys != names * len(states):
         return None
-    columns = values_by_name(states)
-    plain = all(all(map(is_, map(type, column), repeat(Tensor))) for column in columns.values())
-    return columns if plain else None
+    plain = all(map(is_, map(type, values), repeat(Tensor)))
+    return {name: values[at :: len(names)] for at, name in enumerate(names)} if plain else None
 
 
 def values_by_name(states: Collection[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values of each name, of states with the same names in the same order."""
     names = next(iter(states), ())
-    values = [*chain.from_iterable(state.values() for state in states)]
+    values = [*chain.from_iterable(map(methodcaller("values"), states))]
     return {name: values[at :: len(names)] for at, name in enumerate(names)}
 
 

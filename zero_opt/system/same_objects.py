@@ -14,12 +14,15 @@ from .placing import placing_of
 
 
 def flattened(dicts: list[Any]) -> list[Any] | None:
-    """Return all keys and values of dicts, or ``None`` if one of them is an instance of another class."""
+    """Return all keys and values of dicts, each key before its value.
+
+    ``None`` if one of them is an instance of another class.
+    """
     if native_available():
         return native.flattened(dicts)
     if not all(map(is_, map(type, dicts), repeat(dict))):
         return None
-    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
+    return [*chain.from_iterable(chain.from_iterable(map(dict.items, dicts)))]
 
 
 class SameObjects:
