@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zero_opt.state.usual_states import UsualStates, are_usual, copies_of_usual
+from zero_opt.state.usual_states import UsualStates, are_usual, columns_of_alike, copies_of_usual
 
 PARAMS = [torch.zeros(2, 3), torch.zeros(5)]
 
@@ -60,3 +62,14 @@ def test_copies_are_of_the_parameters_asked_for_and_share_no_memory() -> None:
         assert torch.equal(value, states[1][key])
         assert value.data_ptr() != states[1][key].data_ptr()
     assert copies_of_usual(states, []) == {}
+
+
+@given(st.lists(st.lists(st.sampled_from([*"abc", 0]), unique=True), max_size=4))
+def test_columns_are_of_states_with_the_same_names_in_one_order(keys: list[list[Any]]) -> None:
+    states = [{key: torch.zeros(()) for key in names} for names in keys]
+    columns = columns_of_alike(states)
+    alike = bool(keys) and all(names == keys[0] for names in keys) and 0 not in keys[0]
+    assert (columns is not None) == alike
+    if columns is not None:
+        assert [*columns] == keys[0]
+        assert all(columns[key][at] is state[key] for at, state in enumerate(states) for key in state)
