@@ -17,7 +17,7 @@ from ..system.failures import on_failure
 from .compact_state import require_own_master, require_squares_of
 from .interface import ParamState, SlicePlacement
 from .masters import changed_while_pending
-from .native_rules import new_roles, require_fitting, require_placed, say_without_masters
+from .native_rules import loaded_roles, new_roles, require_fitting, require_placed, say_without_masters
 from .read_through import ReadThrough
 from .state_shard import Kept, StateShard
 
@@ -164,7 +164,8 @@ class NativePlacement(SlicePlacement[ShardT], Generic[ShardT, StepT]):
         """Replace all state; a step under way ends, and is forgotten."""
         self._drop_pending()
         self._await_copies()
-        self._roles = [self._kept.update.roles(group) for group in groups]
+        given = [(shard.bucket.layout.group, states.get(index, {})) for index, (shard, _) in self._places.items()]
+        self._roles = loaded_roles(self._kept.update, groups, given)
         self._place_missing()
         without = 0
         for index, (shard, position) in self._places.items():

@@ -73,6 +73,24 @@ def new_roles(
     ]
 
 
+def loaded_roles(
+    update: NativeUpdate, groups: Sequence[Mapping[str, Any]], states: Iterable[tuple[int, Mapping[str, Any]]]
+) -> list[tuple[str, ...]]:
+    """Return, per param group, which arrays have places, given what was loaded for its parameters on this rank.
+
+    Besides those that its step has, others that all states have: a later step may, by another option.
+
+    Args:
+        states: each with the number of its group.
+    """
+    given: list[list[set[str]]] = [[] for _ in groups]
+    for number, state in states:
+        if state:
+            given[number].append({*given_arrays(state, update.arrays)})
+    placed = [{*update.roles(group)}.union(set.intersection(*of) if of else ()) for group, of in zip(groups, given)]
+    return [tuple(role for role in update.arrays if role in roles) for roles in placed]
+
+
 @functools.cache
 def say_fused(policy: str, names: str, hint: str = "") -> None:
     """Log, once, that classes are stepped with other bits than the user may expect."""

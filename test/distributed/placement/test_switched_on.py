@@ -208,6 +208,73 @@ def test_an_option_that_comes_before_the_first_gradient_of_its_group(place: str,
     assert_bitwise(state[2], wanted[2])
 
 
+def _saved_with(switch: str) -> dict[str, Any]:
+    """A state dict of a plain optimizer that has made two steps with an option, which is off in it."""
+    (cls, edit), groups = SWITCHES[switch], _groups()
+    plain = cls(groups, lr=0.1, fused=True, **edit)
+    for step in range(2):
+        plain.zero_grad()
+        _backward(groups, step)
+        plain.step()
+    saved = plain.state_dict()
+    for group in saved["param_groups"]:
+        group.update({key: type(value)() for key, value in edit.items()})
+    return saved
+
+
+def _back_on(groups: list[dict[str, Any]], optimizer: Any, edit: dict[str, Any], saved: Any) -> None:
+    """An option is off in what is loaded, and comes back two steps later."""
+    optimizer.load_state_dict(saved)
+    for step in range(STEPS):
+        for group in optimizer.param_groups if step == 2 else ():
+            group.update(edit)
+        optimizer.zero_grad()
+        _backward(groups, step)
+        optimizer.step()
+
+
+def _loaded_off(rank: int, world_size: int, switch: str, offload: Any) -> Any:
+    (cls, edit), groups = SWITCHES[switch], _groups()
+    optimizer = _sharded(groups, cls, offload, lr=0.1)
+    saved = _saved_with(switch)
+    optimizer.load_state_dict(saved)
+    optimizer.consolidate_state_dict()
+    again = optimizer.state_dict()["state"] if rank == 0 else saved["state"]
+    _back_on(groups, optimizer, edit, saved)
+    optimizer.consolidate_state_dict()
+    found = _params(optimizer), optimizer.state_dict()["state"] if rank == 0 else {}, again
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("switch", ["amsgrad", "momentum"])
+@PLACED
+def test_an_option_that_is_off_in_a_loaded_state_and_comes_back(place: str, switch: str, tmp_path: Path) -> None:
+    _check_comes_back(PLACES[place](tmp_path), switch)
+
+
+@pytest.mark.parametrize("policy", [zero_opt.CPUOffload, zero_opt.WorkerOffload])
+def test_amsgrad_that_is_off_in_a_loaded_state_and_comes_back_to_columns(policy: Any) -> None:
+    _check_comes_back(policy(selective=SELECTIVE), "amsgrad")
+
+
+def _check_comes_back(offload: Any, switch: str) -> None:
+    """The state that an option has left is kept meanwhile, and saved."""
+    (cls, edit), groups = SWITCHES[switch], _groups()
+    plain = cls(groups, lr=0.1, fused=True)
+    _back_on(groups, plain, edit, _saved_with(switch))
+    found = run_processes(2, _loaded_off, switch, offload)
+    for params, _, again in found:
+        assert_bitwise(params, _params(plain))
+        _assert_has(again, _saved_with(switch)["state"])
+    _assert_has(found[0][1], plain.state_dict()["state"])
+
+
+def _assert_has(states: Any, wanted: Any) -> None:
+    """Those of columns have more keys."""
+    assert_bitwise({index: {key: states[index][key] for key in wanted[index]} for index in states}, wanted)
+
+
 def _put_in(groups: list[dict[str, Any]], optimizer: Any, edit: dict[str, Any], key: str) -> None:
     """In step 2 an option is switched on, and what it needs is put into the state by hand."""
     for step in range(STEPS):

@@ -17,13 +17,14 @@ from torch import Tensor
 from ...comm.groups import Group
 from ...errors import ConfigConflict, StepPending, ZeroOptError
 from ...kernels import adam_update_
+from ...kernels.adam_state import MAXIMUM
 from ...kernels.functions import ADAM
 from ...policies import Selective
 from ...reduction.interface import GradShard, ParamsByBucket, merged, used_params
 from ...sharding.buckets import GradBucket
 from ..interface import ParamState, Placement, SlicePlacement
 from ..masters import slices_of
-from ..native_rules import WINDOW, new_roles, require_fitting, require_placed, say_without_masters
+from ..native_rules import WINDOW, loaded_roles, new_roles, require_fitting, require_placed, say_without_masters
 from .column_slice import ColumnSlice, is_trusted, step_selected, write_selected
 from .columns import is_matrix, square_sums
 from .schedule import NEVER, Schedule, select_columns
@@ -177,8 +178,11 @@ class SelectivePlacement(Placement):
         """Replace all state. Collective."""
         self._resume_schedule(states)  # what comes after it may fail on one rank
         self._arriving = {}
-        self._roles = [ADAM.roles(group) for group in groups]
+        given = [(found.group, states.get(index, {})) for index, found in self._slices.items()]
+        self._roles = loaded_roles(ADAM, groups, given)
         self._inner.load({}, groups)
+        placed = zip(groups, self._roles, strict=True)
+        self._inner.make_room([{**group, "amsgrad": MAXIMUM in roles} for group, roles in placed])
         self._load_slices({index: states.get(index, {}) for index in self._slices}, anew=True)
         for index, saved in states.items():
             if "master" in saved:
