@@ -30,6 +30,11 @@ class How(enum.IntEnum):
     INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended a call there that all ranks make; its program may go on
     CUT_OFF = 6  # a connection to it has broken although it lives
 
+    @property
+    def serves(self) -> bool:
+        """Whether the rank still gives its state to others, until all have closed."""
+        return self in (How.CLOSED, How.ENDED)
+
 
 class Departure(NamedTuple):
     """One rank that has left.
@@ -101,6 +106,7 @@ class Departures:
         self.tell: Callable[[Departure], None] = _no_connections
         self.post: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
+        self._gone: dict[int, Departure] = {}  # what became of ranks that had left training, and served their state
         self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
     def hear(self, departure: Departure) -> bool:
@@ -111,7 +117,10 @@ class Departures:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
                 return fresh
-            return self._heard.setdefault(departure.rank, departure) is departure
+            known = self._heard.setdefault(departure.rank, departure)
+            if known.how.serves and departure.how in (How.LOST, How.CUT_OFF):
+                return self._gone.setdefault(departure.rank, departure) is departure
+            return known is departure
 
     @property
     def unannounced(self) -> bool:
@@ -132,13 +141,18 @@ class Departures:
         """Return whether a rank is known to have left."""
         return rank in self._heard
 
+    def serves(self, rank: int) -> bool:
+        """Return whether a rank gives its state to others, as far as is known."""
+        known = self._heard.get(rank)
+        return known is None or (known.how.serves and rank not in self._gone)
+
     def of(self, rank: int | None) -> Departure | None:
         """Return what is known of a rank that has left."""
         return None if rank is None else self._heard.get(rank)
 
     def __iter__(self) -> Iterator[Departure]:
         with self._lock:
-            return iter(list(self._heard.values()))
+            return iter([*self._heard.values(), *self._gone.values()])
 
     def lost(self) -> Departure | None:
         """Return the first departure of a rank that was lost."""
@@ -157,6 +171,12 @@ class Departures:
         with self._lock:
             missing = (other for other in self._heard.values() if call is None or other.calls < call)
             return self.lost() or next(missing, None)
+
+    def first_gone(self) -> Departure | None:
+        """Return the departure to name where state is waited for: as :meth:`first`, of ranks that do not serve it."""
+        with self._lock:
+            gone = [other for other in self if not other.how.serves]
+            return next((other for other in gone if other.how is How.LOST), next(iter(gone), None))
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

@@ -155,27 +155,32 @@ class Watch:
         """The ranks of this host that are stopped."""
         return [rank for rank, process in self._near.items() if process.state() in _STOPPED]
 
-    def ended(self) -> list[int]:
+    def ended(self, waiting: str = "") -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of.
 
         Those that were seen to have ended before others come first: others may have ended because of them.
+
+        Args:
+            waiting: what waits, if not a step. A rank is due there until all have closed, whatever it has announced.
         """
-        ended = [r for r, near in self._near.items() if not self.departures.knows(r) and near.has_ended()]
+        due = self.departures.serves if waiting else lambda rank: not self.departures.knows(rank)
+        ended = [rank for rank, near in self._near.items() if due(rank) and near.has_ended()]
         now = time.monotonic()
         return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
 
-    def _to_name(self, ended: Sequence[int], call: int | None = None) -> Departure | None:
+    def _to_name(self, ended: Sequence[int], call: int | None = None, waiting: str = "") -> Departure | None:
         """Return the departure to name, as :meth:`Departures.first`, once these ranks have ended; see :meth:`ended`.
 
         Unless another explains it, the first of them, and those that were seen together with it, are taken for lost.
         """
-        departure = self.departures.first(call)
+        first = self.departures.first_gone if waiting else partial(self.departures.first, call)
+        departure = first()
         if not ended or (departure is not None and departure.how in (How.LOST, How.INTERRUPTED)):
             return departure
         for rank in ended:
             if self._ended_at[rank] == self._ended_at[ended[0]]:
                 self.departures.notice(Departure(rank, How.LOST))
-        return self.departures.first(call)
+        return first()
 
     def _ended_with(self, rank: int) -> list[int]:
         """Return a rank that was lost, and those that may have ended before it."""
@@ -189,7 +194,7 @@ class Watch:
             ended: see :meth:`ended`. waiting: what waits, if not a step.
         """
         self.posted.read()
-        return self._leave_departed(self._to_name(ended) or Departure(ended[0], How.LOST), waiting=waiting)
+        return self._leave_departed(self._to_name(ended, None, waiting) or Departure(ended[0], How.LOST), waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -329,7 +334,7 @@ class Watch:
             text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
         """
         self.posted.read()
-        if self.departures.knows(rank):
+        if not self.departures.serves(rank):
             self.departures.leave()
             return
         alive = self._lives(rank, _CLOSING_S if network_failed(text) else _ENDING_S)
@@ -371,9 +376,9 @@ class Watch:
         begun = time.monotonic()
         patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
         while True:
-            ended = self.ended()  # a rank that has ended because of another has put that into the store before
+            ended = self.ended(waiting)  # a rank that has ended because of another has put that into the store before
             self.posted.read()
-            waited, departure = time.monotonic() - begun, self._to_name(ended, call)
+            waited, departure = time.monotonic() - begun, self._to_name(ended, call, waiting)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
@@ -454,7 +459,7 @@ class Stops:
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read()
-        ended = self._watch.ended()
+        ended = self._watch.ended(self._waiting)
         if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
             raise self._watch.leave_lost(ended, self._waiting)
         stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]

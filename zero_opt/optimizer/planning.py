@@ -145,12 +145,12 @@ class Planner:
             self._connect()
             with parts.agreement.together():
                 parts.placement.add(added)
+        parts.reduction.watch(added)
         for bucket in added:
             bucket.reserve_staging(parts.pool)
         on_host = [bucket for bucket in parts.partition.buckets if is_host(bucket.device)]
         keep_freed(sum(flat.param.nbytes for bucket in on_host for flat in bucket.params))
         parts.gather.forget()  # the views of staging buffers that are replaced
-        parts.reduction.watch(added)
         parts.gather.watch()
         with parts.visible.lock:
             parts.visible.add(kinds_of(config.placement, of_group))

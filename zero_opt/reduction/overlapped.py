@@ -99,6 +99,10 @@ class OverlappedReduction(GradReduction):
         self._unscaled: bool | None = None  # what GradScaler has been told
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
+        """See :class:`GradReduction`. Collective.
+
+        A rank may be in a round of the buckets before, which the others answer in ``step()``: until then none has more.
+        """
         for bucket in buckets:
             for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
                 self._places.plan(index, flat.param, self, flat.label, (bucket.layout.index, position))
@@ -109,7 +113,7 @@ class OverlappedReduction(GradReduction):
                 self._squares.append(bucket.reader)
             self._launch_order.append(bucket.layout.index)
         self._completed, self._planned_in_step = [], True
-        if not self._fills and not self._collecting:
+        if not self._parts.agreement.any(self._collecting or self._rounds > 0 or self._matching.unanswered):
             self._activate()
 
     def _activate(self) -> None:

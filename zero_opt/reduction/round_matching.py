@@ -49,6 +49,11 @@ class RoundMatching:
         """Whether launches wait for :meth:`launch_held`."""
         return bool(self._held)
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether this rank has launched collectives, or holds some, since the ranks last agreed."""
+        return bool(self.abandoned or self._launches or self._held)
+
     def launch(self, call: Launch) -> list[Future[bool]]:
         """Make a call that launches a bucket's collective, and return its future; or hold it for `launch_held()`."""
         if self._holds():

@@ -224,7 +224,7 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        if not (self._told or self._departures.knows(self._left)):
+        if self._departures.serves(self._left) and not self._told:
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self._pass_on, doubt)
             self._watch.leave_broken(self._left, str(self._lost), ask)
