@@ -18,8 +18,8 @@ from test.support.harness import Failure, assert_bitwise, run_processes
 LONG = os.environ.get("ZERO_OPT_HOSTS") == "long"
 LAYOUTS: list[Layout] = [(1, 1), (2, 2), (1, 1, 1)] if LONG else [(1, 1)]
 FAULT_STEP = 3
-# Of the process group. Connections to a host that does not answer end after three quarters of it, and a rank that
-# cannot tell why one has ended waits for 20 s for the news of others.
+# Of the process group. Connections to a host that does not answer end after three fifths of it, and a rank that
+# cannot tell why one has ended waits for a fifth of it for the news of others.
 TIMEOUT_S, LATE_S = 24.0, 30.0
 
 Fault = Callable[[Network], None]

@@ -248,7 +248,7 @@ def _two_cannot_reach_each_other(
 
 def _require_the_two_named(network: Network, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
     """Fail unless all ranks, one of which reaches both, name the two; the longest that one took."""
-    ranks = 3, _two_cannot_reach_each_other, network, call, apart, timeout_s
+    ranks = len(network.addresses), _two_cannot_reach_each_other, network, call, apart, timeout_s
     found = run_processes(*ranks, timeout=SECONDS, backend=None)
     both = "rank {}, rank {}".format(*sorted(apart))
     for said, _ in found:
@@ -271,6 +271,11 @@ def test_so_are_they_wherever_they_are_in_the_ring(apart: tuple[int, int], three
 def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_silent(three_hosts: Network) -> None:
     """The limits of connections follow the timeout: the real ones, of more than a minute, would name no rank."""
     _require_the_two_named(three_hosts, "step", (1, 2), 30.0)
+
+
+def test_so_are_they_where_they_are_no_neighbors_in_the_ring(make_network: Callable[..., Network]) -> None:
+    """The ring holds, so the others have the news only from one of the two, and only if that comes in time."""
+    _require_the_two_named(make_network(4), "step", (1, 3), 30.0)
 
 
 def _asks_in_vain(rank: int, world_size: int, network: Network) -> str:

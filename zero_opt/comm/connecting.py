@@ -145,8 +145,8 @@ class Connecting(Meeting):
             self.look()
             if time.monotonic() - begun > 2 * self.patience_s:  # for the addresses, and for the connections
                 raise ProcessGroupError(
-                    f"not all ranks have connected within {2 * self.patience_s:.0f} s: one has ended, is stopped, or "
-                    "its host does not answer; look at the ranks' logs, and restart all"
+                    f"not all ranks have connected within {2 * self.patience_s:.0f} s: one has ended or is stopped, or "
+                    "two hosts cannot reach each other; look at the ranks' logs, and restart all"
                 )
 
         try:
@@ -179,10 +179,11 @@ class Connecting(Meeting):
 
     def _wait(self, done: Callable[[], bool], store: Any, keys: Sequence[str], look: Callable[[], None]) -> None:
         if not until(done, self.patience_s, lambda _: look()):
-            ranks = ", ".join(key.rpartition("/")[2] for key in self.ask(missing, store, keys))
+            late = [key.rpartition("/")[2] for key in self.ask(missing, store, keys)]
+            who, which = f"rank {', '.join(late)}", "one of them" if len(late) > 1 else "it"
             raise ProcessGroupError(
-                f"not all ranks have connected within {self.patience_s:.0f} s: rank {ranks} has not, and has ended, is "
-                "stopped, or its host does not answer; look at the ranks' logs, and restart all"
+                f"not all ranks have connected within {self.patience_s:.0f} s. Missing: {who}: {which} has ended or is "
+                "stopped, or two hosts cannot reach each other; look at the ranks' logs, and restart all"
             )
 
     def meet(self, purpose: str = "made", look: Callable[[], None] | None = None) -> None:

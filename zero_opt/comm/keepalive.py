@@ -16,8 +16,9 @@ from ..system.failures import on_failure
 
 # Seconds that a host may be silent, and seconds between two probes of a silent host.
 _SILENT_S, _PROBE_S = 75.0, 10.0
-# A silent host is named before a wait times out, so limits are this part of a short timeout. Short outages are borne.
-_TIMEOUT_PART, _LEAST_S = 0.75, 15.0
+# A silent host is named before a wait times out, so limits are this part of a short timeout, which leaves time for the
+# news. Short outages are borne.
+_TIMEOUT_PART, _LEAST_S = 0.6, 15.0
 _OPEN_FILES = "/proc/self/fd"
 # What is set, in this order: probes at all, when idle for so long, so far apart, so many; unacknowledged for so long.
 _OPTIONS = [

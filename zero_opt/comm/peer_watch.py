@@ -42,8 +42,8 @@ _ANNOUNCED_S = 1.0
 # How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
 _ALIVE_S = 5.0
 # How long the news of why a connection broke may take, or that a rank is doubted: see :meth:`Watch.doubt`. The
-# connections of a lost host may break this far apart.
-_NEWS_S = 20.0
+# connections of a lost host may break this far apart; of a short timeout it is a part, so that it comes before the end.
+_NEWS_S, _NEWS_PART = 20.0, 0.2
 _STOPPED = "Tt"
 # More calls than a rank will ever enter: one that every rank misses that has left.
 _ANY_CALL = 1 << 62
@@ -83,6 +83,7 @@ class Watch:
         self.awaited: int | None = None
         self._store, self._rank, self._marks = store, rank, CallMarks(store, rank, len(processes))
         self._timeout_s, self._hang_timeout_s = timeouts
+        self._news_s = min(_NEWS_S, _NEWS_PART * self._timeout_s)
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]
         self._global = [process.global_rank for process in processes]
@@ -158,13 +159,11 @@ class Watch:
     def ended(self, waiting: str = "") -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of.
 
-        Those that were seen to have ended before others come first: others may have ended because of them.
-
-        Args:
-            waiting: what waits, if not a step. A rank is due there until all have closed, whatever it has announced.
+        Those that were seen to have ended before others come first: others may have ended because of them. If not a
+        step but ``waiting`` waits, for state, a rank is needed until all have closed, whatever it has announced.
         """
-        due = self.departures.serves if waiting else lambda rank: not self.departures.knows(rank)
-        ended = [rank for rank, near in self._near.items() if due(rank) and near.has_ended()]
+        needed = self.departures.serves if waiting else lambda rank: not self.departures.knows(rank)
+        ended = [rank for rank, near in self._near.items() if needed(rank) and near.has_ended()]
         now = time.monotonic()
         return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
 
@@ -194,7 +193,8 @@ class Watch:
             ended: see :meth:`ended`. waiting: what waits, if not a step.
         """
         self.posted.read()
-        return self._leave_departed(self._to_name(ended, None, waiting) or Departure(ended[0], How.LOST), waiting=waiting)
+        departure = self._to_name(ended, waiting=waiting) or Departure(ended[0], How.LOST)
+        return self._leave_departed(departure, waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
@@ -244,8 +244,8 @@ class Watch:
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
-        # An exchange on another thread may know to which rank the connection has broken, and says so after _NEWS_S.
-        known = self._heard(text, self._entered, min(_NEWS_S + _ANNOUNCED_S, self._timeout_s), waited)
+        # An exchange on another thread may know to which rank the connection has broken, and says so after _news_s.
+        known = self._heard(text, self._entered, min(self._news_s + _ANNOUNCED_S, self._timeout_s), waited)
         if known is not None:
             return known
         silent = self.departures.silent
@@ -266,7 +266,7 @@ class Watch:
     def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
         """Leave, and return the error where the call has broken; ``missing``: ranks that are known not to have come."""
         # If it has timed out, the connection that keeps it from ending may not have broken yet.
-        known = self.explain(text, self._entered, min(_NEWS_S, self._timeout_s)) if timed_out(text) else None
+        known = self.explain(text, self._entered, self._news_s) if timed_out(text) else None
         if known is not None:
             return known
         ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
@@ -373,8 +373,7 @@ class Watch:
         """
         if self._given_up is not None:  # by another wait of this call, since no later one begins
             return PeerSilent(str(self._given_up))
-        begun = time.monotonic()
-        patience_s = min(_NEWS_S, self._timeout_s) if patience_s is None else patience_s
+        begun, patience_s = time.monotonic(), self._news_s if patience_s is None else patience_s
         while True:
             ended = self.ended(waiting)  # a rank that has ended because of another has put that into the store before
             self.posted.read()
@@ -383,15 +382,14 @@ class Watch:
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
             more = self.departures.news and not self.departures.unannounced
-            answered = not more or time.monotonic() - self._doubted >= _NEWS_S
+            answered = not more or time.monotonic() - self._doubted >= self._news_s
             if answered and waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
                 return self._stopped_error() if call is None and timed_out(text) else None
             time.sleep(0.01)
 
     def _stopped_error(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
-        stopped = self.stopped()
-        if not stopped:
+        if not (stopped := self.stopped()):
             return None
         return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
 
@@ -459,8 +457,7 @@ class Stops:
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read()
-        ended = self._watch.ended(self._waiting)
-        if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
+        if (ended := self._watch.ended(self._waiting)) and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
             raise self._watch.leave_lost(ended, self._waiting)
         stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}

@@ -49,7 +49,7 @@ from .departures import How, rank_name
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
-from .store import STORE_ERRORS, StoreCalls, c10d, default_store, missing, values
+from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store, missing, values
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 _PAUSE_RANK_S = 0.0004
@@ -252,8 +252,10 @@ class Meeting:
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
         self._take_number()
-        ours = isinstance(error, ZeroOptError)
-        told = error if ours else PeerLost(ended_by(error, self._name(self.rank), self._call))
+        ours, name = isinstance(error, ZeroOptError), self._name(self.rank)
+        told = error if ours else PeerLost(ended_by(error, name, self._call))
+        if is_of_store(error):
+            told = PeerLost(f"{name}: {error}")
         late = sorted(self.watch.departures.unanswering) if self.name else self._absent
         absent = late if isinstance(error, PeerSilent) else []
         said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]], absent])

@@ -44,6 +44,12 @@ _ADVICE = "rank 0, or the launcher, serves it: look at whether that runs and its
 # What a call of the store raises where the store fails.
 STORE_ERRORS = (PeerLost, OutOfResources)
 _Answer = TypeVar("_Answer")
+_STORE = "the process group's store"
+
+
+def is_of_store(error: BaseException) -> bool:
+    """Return whether an error says that the store does not answer this rank. It may answer others."""
+    return isinstance(error, PeerLost) and str(error).startswith(_STORE)
 
 
 def default_store(prefix: str) -> Any:
@@ -73,17 +79,15 @@ class StoreCalls:
             if future is not None and self._answered(future):
                 return future.result(0)
             if self._thread.ended:
-                raise PeerLost("the process group's store is called no more, since this rank has given up waiting")
+                raise PeerLost(f"{_STORE} is called no more, since this rank has given up waiting")
             self._silent = True
         except dist.DistError as error:
             text = first_line(error)
             limit = limit_in(text)
             if limit is not None:
-                raise OutOfResources(
-                    f"the process group's store fails in this process ({text}); raise the limit of {limit}"
-                ) from error
-            raise PeerLost(f"the process group's store cannot be reached; {_ADVICE} ({text})") from error
-        raise PeerLost(f"the process group's store has not answered for {_ANSWER_S:.0f} s; {_ADVICE}")
+                raise OutOfResources(f"{_STORE} fails in this process ({text}); raise the limit of {limit}") from error
+            raise PeerLost(f"{_STORE} cannot be reached; {_ADVICE} ({text})") from error
+        raise PeerLost(f"{_STORE} has not answered for {_ANSWER_S:.0f} s; {_ADVICE}")
 
     def _answered(self, future: Future[_Answer]) -> bool:
         """Wait for an answer until it is there, it takes too long, or the store is called no more."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
-from ..errors import GradientConflict, StepDesync, ZeroOptError
+from ..errors import GradientConflict, OutOfResources, StepDesync, ZeroOptError
 from ..layout import indices_of
 from ..system.devices import has_streams
 from ..system.inference_mode import version_of
@@ -126,7 +126,16 @@ class AtStepReduction(GradReduction):
             error = _not_as_clipped(None if reduced is None else reduced.first_added(params))
         error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
-        return OwnRounds(rounds, error or sparse_refusal(self._partition))
+        return OwnRounds(rounds, error or sparse_refusal(self._partition) or self._no_thread())
+
+    def _no_thread(self) -> OutOfResources | None:
+        """Return the error if this process gets no thread for its exchanges: the other ranks would wait for them."""
+        try:
+            if any(exchange.overlaps for exchange in self._parts.exchanges.values()):
+                self._parts.thread.begin()
+        except OutOfResources as error:
+            return error
+        return None
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:

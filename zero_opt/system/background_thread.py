@@ -152,6 +152,13 @@ class SerialThread:
         return self._queue(lane, call, arguments)
 
     def _queue(self, lane: Lane | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        _left.discard(self.begin())
+        future: Future[Any] = Future()
+        self._jobs.put((future, lane, call, arguments))
+        return future
+
+    def begin(self) -> threading.Thread:
+        """Let the thread run before the first call; raises what :meth:`submit` raises."""
         if self._thread is None:
             if _over.is_set():
                 raise RuntimeError("can't start a thread once the interpreter's exit has begun")
@@ -160,10 +167,7 @@ class SerialThread:
                 _threads.start(thread)
                 self._thread = thread
                 _running[thread] = (self._jobs, self._interrupt)
-        _left.discard(self._thread)
-        future: Future[Any] = Future()
-        self._jobs.put((future, lane, call, arguments))
-        return future
+        return self._thread
 
     def leave(self) -> None:
         """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more."""

@@ -5,17 +5,19 @@ Those that were edited after they were clipped, or added to, are refused, whatev
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from zero_opt.reduction.grad_norm import clip_factor
+from zero_opt.system.threads import BackgroundThreads
 
 NUMELS = (300, 64, 1)
 BUCKET_MB = 1024 / 2**20
@@ -261,3 +263,33 @@ def _edit_one(rank: int, world_size: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_edit_of_one_gradient_is_noticed_whatever_its_layout(layout: str) -> None:
     run_threads(2, _edit_one, layout)
+
+
+def _gets_no_thread(rank: int, world_size: int) -> tuple[str, Tensor]:
+    """Rank 1 gets no thread for its first exchange, and then gets one."""
+    start = BackgroundThreads.start
+
+    def refused(threads: BackgroundThreads, thread: threading.Thread) -> None:
+        if rank == 1 and thread.name == "zero_opt exchange":
+            raise zero_opt.OutOfResources("can't start new thread")
+        start(threads, thread)
+
+    param = nn.Parameter(torch.ones(8))
+    optimizer = zero_opt.ShardedOptimizer(
+        [param], torch.optim.SGD, lr=1.0, reduction=zero_opt.AtStep(exchange="backend")
+    )
+    param.grad = torch.full((8,), float(rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundThreads, "start", refused)
+        with pytest.raises(zero_opt.OutOfResources) as caught:
+            optimizer.step()
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value), param.detach()
+
+
+def test_a_rank_that_gets_no_thread_for_its_exchange_is_an_error_on_all() -> None:
+    found = run_processes(2, _gets_no_thread)
+    assert [text for text, _ in found] == ["rank 1: can't start new thread", "can't start new thread"]
+    for _, param in found:
+        assert_bitwise([param], [torch.full((8,), 0.5)])

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
+from zero_opt.comm import process_identity
 from zero_opt.state import process_exit, service
+from zero_opt.system.waiting import until
 
 
 def _others_gone(rank: int, world_size: int, how: str) -> Any:
@@ -190,6 +194,38 @@ def test_a_rank_that_is_killed_is_noticed_at_once(when: str) -> None:
     waits = r"(this rank waits for its message|state_dict\(\) before step \d waits for it)"
     assert re.match(rf"rank 2 \(pid \d+\) has ended while {waits}", said), "no step waits"
     assert found[2].type_name == "Died"
+
+
+def _killed_while_it_serves(rank: int, world_size: int, near: bool, folder: str) -> Any:
+    """All but rank 0 have closed, and serve on, until rank 1 is killed."""
+    if not near:
+        process_identity.host_if_known = lambda: f"host {rank}"
+    _, optimizer = make_stepped(2)
+    over = Path(folder) / "over"
+    if rank:
+        optimizer.close()
+        if rank == 1:
+            (Path(folder) / "closed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert until(over.exists, PATIENCE_S)
+        return None
+    assert until((Path(folder) / "closed").exists, PATIENCE_S)
+    time.sleep(0.5)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    over.touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["one host", "hosts"])
+def test_a_rank_that_is_killed_while_it_serves_is_named_and_not_one_that_has_closed(near: bool, tmp_path: Path) -> None:
+    said = run_processes(3, _killed_while_it_serves, near, str(tmp_path), expect_errors=True)[0]
+    ends = (
+        r" \(pid \d+\) has ended while"
+        if near
+        else " has ended(, or its host does not answer, while| or does not answer)"
+    )
+    assert re.match(rf"rank 1{ends}", said), said
 
 
 def _closed_beside_a_pull(rank: int, world_size: int) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...errors import WorkerDied, WorkerFailed
+from ...errors import OutOfResources, WorkerDied, WorkerFailed
 from ...kernels.checks import DTYPE_NAMES
 from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
@@ -35,6 +35,7 @@ from ...system.shared_memory import (
     memory_errors,
     require_memory,
 )
+from ...system.threads import THREAD_LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,6 +113,10 @@ class _Child:
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
                     raise
+                if error.errno == errno.EAGAIN:  # of fork()
+                    raise OutOfResources(
+                        f"cannot start a worker process ({error}); raise the limit of {THREAD_LIMIT}"
+                    ) from error
                 hint = f"; {CLOSED_BY_PROGRAM}" if error.errno == errno.EBADF else ""
                 raise WorkerFailed(f"cannot start a worker: {error}{hint}") from error
             undo.pop_all()

@@ -192,6 +192,15 @@ def test_workers_that_are_killed_while_they_start(tmp_path: Path, monkeypatch: p
     trainer.worker.close()
 
 
+def test_a_limit_of_processes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", refused)
+    with pytest.raises(OutOfResources, match=r"cannot start a worker process .*'ulimit -u', pids.max of the container"):
+        Trainer()
+
+
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for executable in ("/nowhere/python", ""):
         monkeypatch.setattr("sys.executable", executable)
