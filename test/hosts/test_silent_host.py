@@ -34,8 +34,8 @@ AT_MOST_S = 120
 
 
 def _init(rank: int, world_size: int, network: Network, timeout_s: float = 2 * SECONDS) -> None:
-    """Join a host. Of two, rank 1 has one for itself; of three, each rank has."""
-    network.join(rank if len(network.ports) == 3 else int(rank == 1))
+    """Join a host. Of two, rank 1 has one for itself; of more, each rank has."""
+    network.join(rank if len(network.ports) > 2 else int(rank == 1))
     store = dist.FileStore(str(network.folder / "store"), world_size)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -248,7 +248,7 @@ def _two_cannot_reach_each_other(
 
 def _require_the_two_named(network: Network, call: str, apart: tuple[int, int], timeout_s: float | None) -> float:
     """Fail unless all ranks, one of which reaches both, name the two; the longest that one took."""
-    ranks = len(network.addresses), _two_cannot_reach_each_other, network, call, apart, timeout_s
+    ranks = 3, _two_cannot_reach_each_other, network, call, apart, timeout_s
     found = run_processes(*ranks, timeout=SECONDS, backend=None)
     both = "rank {}, rank {}".format(*sorted(apart))
     for said, _ in found:
@@ -273,9 +273,28 @@ def test_they_are_named_within_a_timeout_that_is_shorter_than_a_host_may_be_sile
     _require_the_two_named(three_hosts, "step", (1, 2), 30.0)
 
 
+def _two_cannot_exchange(rank: int, world_size: int, network: Network) -> list[str]:
+    """Ranks 1 and 3 exchange parts of a bucket, and are no neighbors in the ring."""
+    _init(rank, world_size, network, timeout_s=30.0)
+    param = torch.nn.Parameter(torch.ones(1 << 18))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, fused=True)
+    take_step([param], optimizer)
+    dist.barrier()
+    if rank == 1:
+        network.cut(1, 3)
+    said = []
+    for call in (lambda: take_step([param], optimizer), optimizer.state_dict):
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            call()
+        said.append(str(caught.value))
+    optimizer.close()
+    return said
+
+
 def test_so_are_they_where_they_are_no_neighbors_in_the_ring(make_network: Callable[..., Network]) -> None:
     """The ring holds, so the others have the news only from one of the two, and only if that comes in time."""
-    _require_the_two_named(make_network(4), "step", (1, 3), 30.0)
+    for said in run_processes(4, _two_cannot_exchange, make_network(4), timeout=SECONDS, backend=None):
+        assert all(text.startswith("rank 1, rank 3 cannot reach each other any more") for text in said), said
 
 
 def _asks_in_vain(rank: int, world_size: int, network: Network) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.backend_errors import timed_out
+from ..comm.departures import How
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, StepDesync
@@ -124,6 +125,14 @@ def explained(watch: Watch, words: str, patience_s: float | None = None) -> Peer
     if patience_s is None and timed_out(words):
         patience_s = FAREWELL_S
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
+
+
+def require_not_lost(watch: Watch) -> None:
+    """Raise PeerLost if a rank is known to be lost or cut off: to connect to it would take minutes."""
+    gone = watch.departures.first_gone()
+    known = explained(watch, "", 0.0) if gone is not None and gone.how in (How.LOST, How.CUT_OFF) else None
+    if known is not None:
+        raise known
 
 
 class Offer(NamedTuple):

@@ -76,6 +76,7 @@ from .messages import (
     RingMessage,
     answer_tag,
     explained,
+    require_not_lost,
     words_of,
 )
 
@@ -342,9 +343,8 @@ class StateService:
 
         Raises:
             StepDesync: another rank is ahead of this one, or this thread is in a pull already. PeerLost: one has ended,
-                or has not come as far in time.
-            StateDictError, StorageFailed: state of one cannot be sent, or read. StepFailed: this step failed on one.
-            StateNotConsolidated: closed, or in a fork.
+                or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent, or read.
+            StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
         """
         if self._closed or self._side.inherited:
             raise StateNotConsolidated(
@@ -352,6 +352,7 @@ class StateService:
                 "shard of the optimizer state; call opt.state_dict() before"
             )
         with self._asking.held(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
+            require_not_lost(self._watch)
             own = self._own_state("this rank", self._capture, self._guard.failure)
             try:
                 with self._new_pull() as pull:
