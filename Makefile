@@ -10,6 +10,8 @@ RANKS ?= 2
 TORCH ?= 2.13.0 2.11.0
 # Tests at once: most of them wait for processes of their own most of the time.
 JOBS ?= 4
+# Tests start many interpreters: none compiles again what another has.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-accelerator test-clients test-gpu test-hosts test-long test-ranks lint types unit crash soak sanitize bench wheels \
 	test-wheels release site setup clean

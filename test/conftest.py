@@ -20,6 +20,9 @@ from test.support.audit import AUDIT
 from test.support.leftovers import left
 from test.support.sampling import left_out
 
+# Collecting makes millions of objects that stay.
+gc.disable()
+
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
 # rank also keeps several ranks quick on two cores.
 torch.set_num_threads(1)
@@ -79,6 +82,7 @@ def pytest_collection_finish() -> None:
     """What is imported stays: no collection looks at it, or writes to memory that forked ranks share."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run. Warnings are not errors here: torch has some on GPUs that nobody has seen yet."""
     reason = why_not()
     for item in items:
-        if FOLDER in item.path.parents:
+        if str(item.path).startswith(f"{FOLDER}/"):  # of ten thousand: no Path is made
             item.add_marker(pytest.mark.filterwarnings("default"))
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as sched
-from torch.testing._internal import common_optimizers
+from torch.testing._internal.opinfo.core import DecorateInfo
 
-# Parts of torch's own test-suite, which carry no types.
-_torch: Any = common_optimizers
+
+def _common_optimizers() -> Any:
+    """Import torch's own tests of optimizers, which carry no types, without a description of each of torch's operators.
+
+    These take seconds to make, and hundreds of thousands of objects, for one name that is defined elsewhere.
+    """
+    operators = "torch.testing._internal.common_methods_invocations"
+    stand_in: Any = ModuleType(operators)
+    stand_in.DecorateInfo = DecorateInfo
+    present = sys.modules.setdefault(operators, stand_in)
+    try:
+        from torch.testing._internal import common_optimizers
+    finally:
+        if present is stand_in:
+            del sys.modules[operators]
+    return common_optimizers
+
+
+_torch = _common_optimizers()
+OptimizerErrorEnum = _torch.OptimizerErrorEnum
 INFOS: dict[str, Any] = {info.name: info for info in _torch.optim_db}
 
 SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (5,), (), (2, 2, 2), (130, 3))

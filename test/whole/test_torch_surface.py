@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
 import zero_opt
 from test.support.harness import assert_bitwise
@@ -22,6 +21,7 @@ from test.support.torch_variants import (
     OTHER_DTYPES,
     SCHEDULES,
     Make,
+    OptimizerErrorEnum,
     Variant,
     error_inputs,
     plain,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal.getsignal() looks up a name too, which takes 1 to 3 us
+import _signal  # type: ignore[import-not-found]  # what signal wraps: it makes no member of an enum of each number
 import contextlib
-import signal
 import threading
 import traceback
 from collections.abc import Iterator
 from types import FrameType
 
 _PACKAGE = __name__.partition(".")[0]
-_SIGNALS = tuple(map(int, signal.valid_signals()))  # as numbers: some real-time signals have no name
+_SIGNAL_NUMBERS = tuple(_signal.valid_signals())
 
 
 def by_handler(error: BaseException) -> bool:
@@ -35,15 +34,15 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
+    handlers = {number: handler for number in _SIGNAL_NUMBERS if callable(handler := _signal.getsignal(number))}
     kept: dict[int, FrameType | None] = {}
     for number in handlers:
-        signal.signal(number, kept.__setitem__)
+        _signal.signal(number, kept.__setitem__)
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
         with contextlib.ExitStack() as last_first:  # all of them are called, whichever raises
             for caught, frame in kept.items():
                 last_first.callback(handlers[caught], caught, frame)

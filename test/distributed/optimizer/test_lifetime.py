@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zero_opt
 from test.support.actors import rank_actor
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
 from zero_opt.system.threads import BackgroundThreads
@@ -100,31 +101,42 @@ def test_a_dropped_optimizer_ends_wherever_it_is_collected() -> None:
 
 
 def _end_while_forking(rank: int, world_size: int, closes: bool) -> None:
-    """Children have the connections open for a while, as those of a DataLoader or of subprocess do."""
+    """Children have the connections open for a while, as those of a DataLoader or of subprocess do.
+
+    A fork has all pages copied again that are written to: after a few rounds there are forks only as an optimizer ends.
+    """
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-    over = threading.Event()
+    forks, forked, over = (threading.Event() for _ in range(3))
 
     def fork() -> None:
-        while not over.is_set():
+        while forks.wait(PATIENCE_S) and not over.is_set():
             child = os.fork()
             if child == 0:
                 time.sleep(0.02)
                 os._exit(0)
+            forked.set()
             os.waitpid(child, 0)
 
     forking = threading.Thread(target=fork)
     forking.start()
-    for _ in range(12):
+    for number in range(12):
+        if number < 3:
+            forks.set()
         param = nn.Parameter(torch.ones(8))
         optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
         param.sum().backward()
         optimizer.step()
+        forked.clear()
+        forks.set()
+        assert forked.wait(PATIENCE_S)
         if closes:
             optimizer.close()
         del optimizer
         gc.collect()
         dist.barrier()
+        forks.clear()
     over.set()
+    forks.set()
     forking.join()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from zero_opt.system.interrupts import uninterrupted
 
-NAMELESS = signal.SIGRTMIN + 6
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, NAMELESS]
+# The last of them has no name.
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGRTMIN + 1]
 
 
 @pytest.fixture
