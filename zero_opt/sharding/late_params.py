@@ -3,8 +3,8 @@
 A late parameter is of a class of its own for as long, a subclass of the one it had, whose ``__torch_function__`` torch
 calls with what it is about to do. The parameter stays the object it was. What asks for the shape, the gradient and the
 like is let through. Values reach the user without that where no function of torch is called on the parameter: by
-pointers, NumPy arrays and tensors that share its memory, made before, and in C++; ``torch.tensor(param)`` and
-``torch.Tensor(param)`` are such calls.
+pointers, NumPy arrays and tensors that share its memory, made before, and in C++, as where torch makes a tensor of data
+(``torch.tensor(param)``). Only a mode would be told of those, of every function on its thread.
 """
 
 from __future__ import annotations
