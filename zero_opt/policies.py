@@ -46,8 +46,11 @@ class Reduction:
             :class:`WorkerOffload` and ``delay=0``, at one rank too, what the worker has stepped is copied into the
             parameters in the background as well. Every other function of torch that is called on a
             parameter waits for all. Call ``opt.flush()`` before anything else: pointers, NumPy arrays and tensors that
-            share a parameter's memory, made before; ``torch.tensor(p)``, ``torch.Tensor(p)``; code in C++. If an update
-            of this rank meets a change that is made so, the next ``step()`` raises ``StepPending``, as far as version
+            share a parameter's memory, made before; code in C++; and torch's functions that tell of no
+            parameter p: ``torch.tensor(p)``, ``as_tensor``, ``asarray``, ``sparse_*_tensor``, ``nested_tensor``,
+            ``y.new_tensor(p)``, ``torch.Tensor(p)``, ``y.new(p)``, ``y.set_(p)``, ``y.data = p``, ``y.real = p``,
+            ``torch.Tensor.as_subclass(p, ...)``, and a frozen scalar p as a number. If an update of
+            this rank meets a change that is made so, the next ``step()`` raises ``StepPending``, as far as version
             counters tell. Until then a parameter's class is a subclass of its own. ``torch.compile`` compiles models
             anew (``torch.compiler.reset``), with the waits in them, which break graphs: ``fullgraph=True`` and
             ``torch.jit.script`` cannot be used.
@@ -193,7 +196,10 @@ class WorkerOffload:
             function of torch that reads one raises ``StepPending``: ``model.state_dict()``, ``torch.save``, deepcopy,
             averages, evaluation under ``no_grad``. These read late values or predictions without an error: evaluation
             with gradients enabled; pointers, NumPy arrays and tensors that share a parameter's memory, made before;
-            ``torch.tensor(p)``, ``torch.Tensor(p)``; code in C++; and everything that reads DTensors (FSDP2).
+            code in C++; everything that reads DTensors (FSDP2); and torch's functions that tell of no parameter p:
+            ``torch.tensor(p)``, ``as_tensor``, ``asarray``, ``sparse_*_tensor``, ``nested_tensor``,
+            ``y.new_tensor(p)``, ``torch.Tensor(p)``, ``y.new(p)``, ``y.set_(p)``, ``y.data = p``, ``y.real = p``,
+            ``torch.Tensor.as_subclass(p, ...)``, and a frozen scalar p as a number.
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,11 @@ def _into(param: nn.Parameter) -> Any:
     return torch.add(param, 1, out=torch.empty(12, 12))
 
 
+def _new_tensor(param: nn.Parameter) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # that there are better ways
+        return param.new_tensor(param)
+
+
 def _gradient(model: Model) -> Any:
     def loss(params: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, params, (ONES,)).square().mean()
@@ -103,6 +109,8 @@ READS: dict[str, Way] = {
     "torch.func.jacrev": _weight(torch.func.jacrev(lambda param: param.pow(3).sum())),
     "torch.func.functionalize": _weight(torch.func.functionalize(lambda param: param * 2)),
     "a method": lambda model: model.encode(ONES),
+    "new_tensor of itself": _weight(_new_tensor),
+    "type by name": _weight(lambda param: param.type(dtype="torch.DoubleTensor")),
     "double": _weight(lambda param: param.double()),
     "comparison": _weight(lambda param: param > 0.5),
     "equal": _weight(lambda param: torch.equal(param, Model().second.weight)),
@@ -124,6 +132,10 @@ READS: dict[str, Way] = {
 
 def _assign(param: nn.Parameter) -> None:
     param.data = torch.full((12, 12), 0.5)
+
+
+def _share(param: nn.Parameter) -> None:
+    param.set_(torch.full((12, 12), 0.5))
 
 
 def _subtract(param: nn.Parameter) -> None:
@@ -151,6 +163,8 @@ WRITES: dict[str, Way] = {
     "vector_to_parameters": _fill_vector,
     "out= to it": _weight(lambda param: torch.add(torch.ones(12, 12), 1, out=param)),
     "load_state_dict": lambda model: model.load_state_dict(Model().state_dict()),
+    "set_": _weight(_share),
+    "swap_tensors": _weight(lambda param: torch.utils.swap_tensors(param, nn.Parameter(torch.full((12, 12), 0.25)))),
     "broadcast_params": zero_opt.broadcast_params,
 }
 

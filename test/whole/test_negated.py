@@ -15,6 +15,7 @@ from test.support.harness import assert_bitwise, run_processes
 SHAPES = ((30, 7), (65,), (5,))
 FP32, BF16, COMPLEX = torch.float32, torch.bfloat16, torch.complex64
 SELECTIVE = zero_opt.CPUOffload(selective=zero_opt.Selective(0.5, update_interval=2))
+LOOKING = zero_opt.Checks(nonfinite="raise")
 CASES: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "overlapped": (FP32, torch.optim.AdamW, {}),
     "complex": (COMPLEX, torch.optim.AdamW, {}),
@@ -25,6 +26,11 @@ CASES: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "CPUOffload": (FP32, zero_opt.CPUAdamW, {"offload": zero_opt.CPUOffload()}),
     "WorkerOffload": (BF16, zero_opt.CPUAdamW, {"offload": zero_opt.WorkerOffload(threads=1)}),
     "NVMeOffload": (FP32, zero_opt.CPUAdamW, {}),
+    "clipped": (FP32, torch.optim.AdamW, {"reduction": zero_opt.AlreadyReduced(), "max_grad_norm": 0.5}),
+    "complex, reduced before": (COMPLEX, torch.optim.AdamW, {"reduction": zero_opt.AlreadyReduced()}),
+    "complex, clipped": (COMPLEX, torch.optim.SGD, {"reduction": zero_opt.AlreadyReduced(), "max_grad_norm": 0.5}),
+    "complex, looked at": (COMPLEX, torch.optim.SGD, {"reduction": zero_opt.AlreadyReduced(), "checks": LOOKING}),
+    "complex, clipped by a call": (COMPLEX, torch.optim.AdamW, {"reduction": zero_opt.AlreadyReduced()}),
     "selective": (FP32, zero_opt.CPUAdamW, {"offload": SELECTIVE}),
 }
 
@@ -41,31 +47,34 @@ def _negated(value: Any) -> Any:
 def _train(rank: int, world_size: int, name: str, negates: bool, folder: Path) -> list[Any]:
     dtype, cls, policies = CASES[name]
     shown = _negated if negates else lambda value: value
-    generator = torch.Generator().manual_seed(1)
+    generator, norms = torch.Generator().manual_seed(1), list[Tensor]()
+    already = isinstance(policies.get("reduction"), zero_opt.AlreadyReduced)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     if name == "NVMeOffload":
         policies = {"offload": zero_opt.NVMeOffload(folder)}
     opt = zero_opt.ShardedOptimizer(params, cls, lr=0.1, **policies)
-    generator.manual_seed(2 if name == "reduced before" else 2 + rank)
+    generator.manual_seed(2 if already else 2 + rank)
     for number in range(4):
         grads = [shown(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-        if name == "reduced before":
+        if already:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
         else:
             torch.autograd.backward(params, grads)
+        if name == "complex, clipped by a call":
+            norms.append(opt.clip_grad_norm_(0.5))
         opt.step()
         opt.zero_grad()
         if number == 1:
             state = opt.state_dict()
             entries = {i: {key: shown(value) for key, value in entry.items()} for i, entry in state["state"].items()}
             opt.load_state_dict({**state, "state": entries})
-    found = [*(param.detach() for param in params), opt.state_dict()["state"]]
+    found = [*norms, *(param.detach() for param in params), opt.state_dict()["state"]]
     opt.close()
     return found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, always="complex,")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_negated_gradients_and_state_are_their_values(name: str, world_size: int, tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def resolved(values: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values: the same one, unless torch conjugates or negates what it reads."""
+    return values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values
+
+
 def dimensions_of(values: list[Tensor], likes: list[Tensor]) -> bool | None:
     """Return whether values have dimensions, all those of their ``likes``; ``False`` if none has any.
 

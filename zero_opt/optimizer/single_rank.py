@@ -15,9 +15,11 @@ from ..comm.groups import Group, checked_rank
 from ..comm.rendezvous import resolve_group
 from ..errors import ConfigConflict, UnsupportedOptimizer, ZeroOptError
 from ..kernels.adam_state import code_key
+from ..kernels.strides import resolved
 from ..placement.compact_state import is_compact
 from ..reduction.grad_norm import Joint, Share, alone, check_max_norm, norm_dtype, share_of
 from ..reduction.nonfinite import skips_step
+from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import normalized, normalized_group, param_name, params_of
 from ..sharding.wrapped_class import bare_step, needs_closure, require_real_if_fused
 from ..state.state_dict import StateDict, StatesByIndex, copied
@@ -38,6 +40,14 @@ class _NotTaken(Exception):
 
 def _no_user() -> None:
     """Return no optimizer: the engine is not attached to one."""
+
+
+def _resolve_grads(params: Iterable[Tensor]) -> None:
+    """Replace gradients that torch conjugates or negates as it reads them, which its own functions refuse to clip."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and (grad.is_conj() or grad.is_neg()) and not is_dtensor(grad):
+            param.grad = resolved(grad.detach())
 
 
 class SingleRank(Engine):
@@ -70,7 +80,8 @@ class SingleRank(Engine):
                 raise
         require_real_if_fused(config.optimizer_class, wrapped.param_groups)
         self.wrapped = wrapped
-        self._prepares = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
+        self._looks = config.max_grad_norm is not None or config.checks.nonfinite != "ignore"
+        self._has_complex = any(map(Tensor.is_complex, params_of(wrapped.param_groups)))
         self._user: Callable[[], Any] = _no_user
 
     @property
@@ -108,6 +119,7 @@ class SingleRank(Engine):
             wrapped.add_param_group(taken)
         with on_failure(wrapped.param_groups.pop):
             require_real_if_fused(self._config.optimizer_class, wrapped.param_groups)
+        self._has_complex = self._has_complex or any(map(Tensor.is_complex, params_of([taken])))
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +134,7 @@ class SingleRank(Engine):
             self._met_none = all(param.grad is None for group in wrapped.param_groups for param in group["params"])
             if self._met_none:
                 log.warning(MET_NONE)
-        if not self._prepares:
+        if not self._looks and not self._has_complex:
             return self._counted(closure, options)
         losses: list[Any] = [None]
 
@@ -130,6 +142,9 @@ class SingleRank(Engine):
             if closure is not None:
                 losses.append(closure())
             params, limit = self._params, self._config.max_grad_norm
+            _resolve_grads(params)
+            if not self._looks:
+                return losses[-1]
             share = self._share(params, limit or 0.0)
             if self.will_skip(share.nonfinite):
                 raise _NotTaken
@@ -161,6 +176,7 @@ class SingleRank(Engine):
         limit = check_max_norm(max_norm, "max_norm")
         self._parked.require_here()
         params = self._params
+        _resolve_grads(params)
         measured = joint(self._share(params, limit))
         if not self.will_skip(measured.nonfinite):
             self._scale(params, limit, measured.norm)

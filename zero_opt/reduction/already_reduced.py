@@ -12,6 +12,7 @@ from ..comm.agreement import StepAgreement
 from ..comm.transfers import TransferQueue
 from ..errors import GradientConflict, ZeroOptError
 from ..kernels import copy_
+from ..kernels.strides import resolved
 from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import GradBucket
 from .consumed_grad import consumed_conflict
@@ -107,7 +108,7 @@ class AlreadyReducedGrads(GradReduction):
                     continue
                 flat, run = partition.flats[piece.param], None
                 if group.rank == present and flat.param.grad is not None:
-                    run = flat.flatten(flat.param.grad.detach())[slice(*piece.in_param)].cpu()
+                    run = flat.flatten(resolved(flat.param.grad.detach()))[slice(*piece.in_param)].cpu()
                 elif group.rank == rank:
                     run = received[piece.param] = torch.empty(
                         piece.in_param.numel, dtype=flat.param.dtype, device="cpu"
@@ -120,10 +121,12 @@ class AlreadyReducedGrads(GradReduction):
 
     def _slice(self, piece: ParamSlice) -> Tensor | None:
         flat = self._partition.flats[piece.param]
-        grad = flat.param.grad
-        if grad is None:
+        if flat.param.grad is None:
             return None
-        grad = grad.detach()
+        own = flat.param.grad.detach()
+        grad = resolved(own)
+        if grad is not own:
+            self._copies.append(grad)
         if grad.is_sparse or (piece.in_param.numel == grad.numel() and grad.stride() == flat.strides):
             return grad
         run = flat.flatten(grad)[piece.in_param.start : piece.in_param.stop]

@@ -14,7 +14,7 @@ from ..comm.groups import Group
 from ..errors import ConfigError, ConfigTypeError, quoted
 from ..field_checks import check_number, plain_number
 from ..kernels import grad_squares
-from ..kernels.strides import is_dense
+from ..kernels.strides import is_dense, resolved
 from ..system.extension import native_available
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ def check_max_norm(max_norm: Any, name: str) -> float:
 def _values(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(resolved(grad)) if grad.is_complex() else grad
 
 
 def _run_of(values: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 A late parameter is of a class of its own for as long, a subclass of the one it had, whose ``__torch_function__`` torch
 calls with what it is about to do. The parameter stays the object it was. What asks for the shape, the gradient and the
 like is let through. Values reach the user without that where no function of torch is called on the parameter: by
-pointers, NumPy arrays and tensors that share its memory, made before, and in C++; ``torch.tensor(param)`` and
-``torch.Tensor(param)`` are such calls.
+pointers, NumPy arrays and tensors that share its memory, made before, and in C++, as where torch makes a tensor of data
+(``torch.tensor(param)``). Only a mode would be told of those, of every function on its thread.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ _METADATA = """
     size stride dim ndimension numel nelement element_size storage_offset get_device has_names __len__ _is_view
     is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
     is_same_size is_shared is_signed requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
-    result_type can_cast promote_types empty_like zeros_like ones_like full_like rand_like randn_like randint_like
-    new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    result_type can_cast promote_types empty_like zeros_like ones_like rand_like randn_like
+    new_empty new_empty_strided new_zeros new_ones
 """
+_FILLING = "full_like randint_like new_full new_tensor"  # metadata of one argument, values of another
+_UNTOLD = "as_subclass set_ _use_count"  # methods without __torch_function__; swap_tensors begins with the last
 
 
 def _harmless() -> Iterator[Any]:
@@ -45,11 +47,15 @@ def _harmless() -> Iterator[Any]:
         yield properties[name].__get__
         yield properties[name].__set__
         yield properties[name].__delete__
-    for name in _METADATA.split():
-        yield from (getattr(owner, name) for owner in (Tensor, torch) if hasattr(owner, name))
+    yield from _functions_named(_METADATA)
+
+
+def _functions_named(names: str) -> list[Any]:
+    return [getattr(owner, name) for name in names.split() for owner in (Tensor, torch) if hasattr(owner, name)]
 
 
 _HARMLESS = frozenset(_harmless())
+_FILLS = frozenset(_functions_named(_FILLING))
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
 
@@ -103,6 +109,15 @@ def await_others(own: LateParams, params: Iterable[Tensor]) -> None:
                     "that one on every rank first, or close() it (if nothing refers to it any more, gc.collect() ends "
                     "it)"
                 ) from pending
+
+
+def _reads_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch has no values of the late parameters among its arguments."""
+    if func in _HARMLESS:
+        return True
+    if func is Tensor.type:
+        return len(args) == 1 and not kwargs
+    return func in _FILLS and len(late_among([*args, *kwargs.values()])) == 1
 
 
 class LateParams:
@@ -160,13 +175,20 @@ class LateParams:
         else:
             wait()
 
+    def settle_these(self, args: Iterable[Any]) -> None:
+        """Return when none is late any more, and none of these is of a late class, which the user may have assigned."""
+        self.settle()
+        kinds = {late: kind for kind, late in self._classes.items()}
+        for param in late_among(args):
+            param.__class__ = kinds.get(type(param), type(param))
+
     def compiles(self) -> bool:
         """Return whether torch.compile traces a use that need not wait."""
         return False
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch that has values of a late parameter, or changes them, and return its result."""
-        self.settle()
+        self.settle_these([*args, *kwargs.values()])
         return func(*args, **kwargs)
 
 
@@ -191,13 +213,14 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         _: type, func: Any, __: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         of = late()
-        if func in _HARMLESS or (func is Tensor.type and len(args) == 1) or (of is not None and of.compiles()):
+        kwargs = kwargs or {}
+        if _reads_no_values(func, args, kwargs) or (of is not None and of.compiles()):
             with Unwatched():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         if of is None:
-            _restore_these([*args, *(kwargs or {}).values()])
-            return func(*args, **(kwargs or {}))
-        result = of.use(func, args, kwargs or {})
+            _restore_these([*args, *kwargs.values()])
+            return func(*args, **kwargs)
+        result = of.use(func, args, kwargs)
         if func is Tensor.detach and sys._getframe(1).f_code is _PARAMETER_NEW.__code__:
             result.__class__ = type(args[0])  # which nn.Parameter(param) insists on
         return result
@@ -210,11 +233,15 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         _await(late, self)
         return self.__reduce_ex__(protocol)
 
-    def as_subclass(self: Any, cls: type) -> Any:
-        _await(late, self)
-        return Tensor.as_subclass(self, cls)
+    def untold(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _await(late, self)
+            return getattr(self, name)(*args, **kwargs)
+
+        return method
 
     methods = {
+        **{name: untold(name) for name in _UNTOLD.split()},
         "__slots__": (),
         "__module__": kind.__module__,
         "__qualname__": f"late {kind.__qualname__}",
@@ -222,7 +249,6 @@ def _late_class(kind: type, late: weakref.ReferenceType[LateParams]) -> type:
         "__torch_function__": classmethod(__torch_function__),
         "__deepcopy__": __deepcopy__,
         "__reduce_ex__": __reduce_ex__,
-        "as_subclass": as_subclass,
     }
     bases = (kind,) if issubclass(kind, _Late) else (_Late, kind)  # it may be late for two reasons
     return type(kind)(kind.__name__, bases, methods)
@@ -234,7 +260,7 @@ def _await(late: weakref.ReferenceType[LateParams], param: Any) -> None:
     if of is None:
         _restore_these([param])
     else:
-        of.settle()
+        of.settle_these([param])
 
 
 def _make_plain(param: Tensor, kind: type) -> None:
