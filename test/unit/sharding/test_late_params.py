@@ -141,9 +141,12 @@ def _reads_late_values(function: Callable[..., Any], arguments: tuple[Arguments,
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_functions_that_read_a_late_parameter_wait_or_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    found = {name for name, function, arguments in _functions() if _reads_late_values(function, arguments)}
+def test_functions_that_read_a_late_parameter_wait_or_are_listed() -> None:
+    torch.use_deterministic_algorithms(True)  # which fill memory that nothing was written to
+    try:
+        found = {name for name, function, arguments in _functions() if _reads_late_values(function, arguments)}
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert found == set[str]().union(*UNNOTICED.values())
 
 
