@@ -63,6 +63,34 @@ def test_a_window_of_one_rank_alone_leaves_nothing(backend: str, steps: int) -> 
     assert run_processes(2, _fails_first, steps, backend=backend) == [{-4.0 - steps}] * 2
 
 
+def _adds(rank: int, world_size: int, drops_first: bool) -> set[float]:
+    """A group is added to after a backward of rank 0 alone, which both drop; two steps follow."""
+    params, optimizer = _made(rank)
+    _backward(params, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        _backward(params, 100.0)
+    if drops_first:
+        optimizer.zero_grad()
+    params.append(torch.nn.Parameter(torch.full((640,), -1.0, device=torch.device(DEVICE, rank))))
+    optimizer.add_param_group({"params": params[-1:]})
+    if not drops_first:
+        optimizer.zero_grad()
+    for value in (4.0, 2.0):
+        _backward(params, value)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return _values(params)
+
+
+@pytest.mark.parametrize("drops_first", [False, True])
+@pytest.mark.parametrize("backend", [BACKEND, "gloo"])
+def test_a_group_is_added_after_a_window_of_one_rank_alone(backend: str, drops_first: bool) -> None:
+    assert run_processes(2, _adds, drops_first, backend=backend) == [{-7.0}] * 2
+
+
 def _leaves(rank: int, world_size: int, offload: Any, again: bool) -> set[float]:
     """State leaves the device, for the second time, while collectives of a dropped window wait for the other rank's."""
     params, optimizer = _made(rank, offload=offload)
