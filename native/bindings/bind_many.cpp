@@ -106,7 +106,7 @@ py::bytes joined_bytes(const py::capsule& capsule, const py::list& tensors) {
   return bytes;
 }
 
-// Returns all keys and values of dicts, or None if one is an instance of another class.
+// Returns all keys and values of dicts, each key before its value, or None if one is an instance of another class.
 py::object flattened(const py::list& dicts) {
   py::list found;
   for (const py::handle dict : dicts) {

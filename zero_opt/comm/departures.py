@@ -33,7 +33,7 @@ class How(enum.IntEnum):
     @property
     def serves(self) -> bool:
         """Whether the rank still gives its state to others, until all have closed."""
-        return self in (How.CLOSED, How.ENDED)
+        return self in (How.CLOSED, How.ENDED, How.INTERRUPTED)
 
 
 class Departure(NamedTuple):
@@ -112,14 +112,16 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            self._unannounced |= departure.how in (How.LOST, How.SILENT, How.CUT_OFF)
             if departure.how is How.SILENT:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
+                self._unannounced = True
                 return fresh
             known = self._heard.setdefault(departure.rank, departure)
-            if known.how.serves and departure.how in (How.LOST, How.CUT_OFF):
+            lost = departure.how in (How.LOST, How.CUT_OFF)
+            if lost and known.how.serves:
                 return self._gone.setdefault(departure.rank, departure) is departure
+            self._unannounced |= lost
             return known is departure
 
     @property
@@ -145,6 +147,11 @@ class Departures:
         """Return whether a rank gives its state to others, as far as is known."""
         known = self._heard.get(rank)
         return known is None or (known.how.serves and rank not in self._gone)
+
+    def has_lost(self, rank: int) -> bool:
+        """Return whether a rank was lost, or cut off, in training."""
+        known = self._heard.get(rank)
+        return known is not None and known.how in (How.LOST, How.CUT_OFF)
 
     def of(self, rank: int | None) -> Departure | None:
         """Return what is known of a rank that has left."""
@@ -175,8 +182,9 @@ class Departures:
     def first_gone(self) -> Departure | None:
         """Return the departure to name where state is waited for: as :meth:`first`, of ranks that do not serve it."""
         with self._lock:
-            gone = [other for other in self if not other.how.serves]
-            return next((other for other in gone if other.how is How.LOST), next(iter(gone), None))
+            order = (How.LOST, How.CUT_OFF, How.FAILED)
+            gone = [other for other in self if other.how in order]
+            return min(gone, key=lambda other: order.index(other.how), default=None)
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

@@ -341,8 +341,10 @@ class Watch:
         silent = rank not in self._near and not closed_by_peer(text)
         self.doubt(rank)
         alive |= silent and ask is not None and self._says_alive(rank, ask)
+        trained = not self.departures.knows(rank)
         self.departures.notice(Departure(rank, How.CUT_OFF if alive else How.LOST, from_rank=self._rank))
-        self.departures.leave()
+        if trained:  # else it has left training already, and the others may go on in the step that it has taken
+            self.departures.leave()
 
     def doubt(self, rank: int) -> None:
         """Wait longer for news, as one rank asks whether another lives; if it is this one, say so."""
@@ -389,9 +391,8 @@ class Watch:
 
     def _stopped_error(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
-        if not (stopped := self.stopped()):
-            return None
-        return PeerSilent(f"{self.name(stopped)} {'are' if len(stopped) > 1 else 'is'} stopped; {_go_on(stopped)}")
+        are = "are" if len(stopped := self.stopped()) > 1 else "is"
+        return PeerSilent(f"{self.name(stopped)} {are} stopped; {_go_on(stopped)}") if stopped else None
 
     def _lives(self, rank: int, seconds: float) -> bool:
         """Return whether a rank of this host still runs so long after its connection has broken."""

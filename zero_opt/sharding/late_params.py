@@ -180,7 +180,8 @@ class LateParams:
         self.settle()
         kinds = {late: kind for kind, late in self._classes.items()}
         for param in late_among(args):
-            param.__class__ = kinds.get(type(param), type(param))
+            if not self.has(param):  # another thread may have marked it since
+                param.__class__ = kinds.get(type(param), type(param))
 
     def compiles(self) -> bool:
         """Return whether torch.compile traces a use that need not wait."""

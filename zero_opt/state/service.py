@@ -159,12 +159,11 @@ class StateService:
         elif message.kind == DOUBTED:
             self._watch.doubt(message.about)
         elif message.kind == DEPARTED:
-            about_itself = (message.about, message.how) == (self._side.rank, How.LOST)
-            how = How.CUT_OFF if about_itself else How(message.how)
+            how = How.CUT_OFF if (message.about, message.how) == (self._side.rank, How.LOST) else How(message.how)
             self._departures.hear(Departure(message.about, how, message.steps, message.calls, message.origin))
-            if how in (How.LOST, How.CUT_OFF):
+            if self._departures.has_lost(message.about):
                 self._departures.leave()
-            elif how in (How.CLOSED, How.ENDED, How.FAILED):
+            if how in (How.CLOSED, How.ENDED, How.FAILED):
                 self._open.discard(message.about)
         elif self._final is not None:
             with self._served(message.origin):
@@ -225,7 +224,8 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        if self._departures.serves(self._left) and not self._told:
+        over = self._told or (self._closed and self._departures.knows(self._left))
+        if not over and self._departures.serves(self._left):
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self._pass_on, doubt)
             self._watch.leave_broken(self._left, str(self._lost), ask)

@@ -228,6 +228,58 @@ def test_a_rank_that_is_killed_while_it_serves_is_named_and_not_one_that_has_clo
     assert re.match(rf"rank 1{ends}", said), said
 
 
+def _interrupted_and_killed(rank: int, world_size: int, folder: str) -> Any:
+    """Rank 1 has left training and still serves; rank 2 has closed, and is killed."""
+    _, optimizer = make_stepped(2)
+    killed, over = Path(folder) / "killed", Path(folder) / "over"
+    dist.barrier()
+    if rank == 1:
+        optimizer._engine._groups.control.watch.interrupted(KeyboardInterrupt())  # type: ignore[union-attr]
+    elif rank == 2:
+        optimizer.close()
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        assert until(killed.exists, PATIENCE_S)
+        time.sleep(0.5)
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            optimizer.state_dict()
+        over.touch()
+        return str(caught.value)
+    assert until(over.exists, PATIENCE_S)
+    return None
+
+
+def test_a_rank_that_was_interrupted_serves_and_is_not_named_for_one_that_was_killed(tmp_path: Path) -> None:
+    said = run_processes(3, _interrupted_and_killed, str(tmp_path), expect_errors=True)[0]
+    assert re.match(r"rank 2 \(pid \d+\) has ended while ", said), said
+
+
+def _ends_at_once_after_close(rank: int, world_size: int) -> Any:
+    """Whether this rank has left training, once rank 1 has closed and ended without serving its state."""
+    _, optimizer = make_stepped(2)
+    departures = optimizer._engine._groups.control.watch.departures  # type: ignore[union-attr]
+    left, leave = list[int](), departures.leave
+
+    def noted() -> None:
+        left.append(rank)
+        leave()
+
+    departures.leave = noted
+    dist.barrier()
+    if rank == 1:
+        optimizer.close()
+        os._exit(0)
+    assert until(lambda: departures.first_gone() is not None, PATIENCE_S)
+    time.sleep(0.5)
+    return left
+
+
+def test_ranks_go_on_with_a_step_that_one_has_taken_which_closed_and_ended() -> None:
+    found = run_processes(3, _ends_at_once_after_close, expect_errors=True)
+    assert found[0] == found[2] == []
+
+
 def _closed_beside_a_pull(rank: int, world_size: int) -> str:
     """Rank 1 is killed; rank 0 asks for state, and its service notices and closes its connections meanwhile."""
     _, optimizer = make_stepped()

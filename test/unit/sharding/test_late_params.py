@@ -141,6 +141,7 @@ def _reads_late_values(function: Callable[..., Any], arguments: tuple[Arguments,
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another version of torch has other functions")
 def test_functions_that_read_a_late_parameter_wait_or_are_listed() -> None:
     torch.use_deterministic_algorithms(True)  # which fill memory that nothing was written to
     try:
