@@ -52,7 +52,7 @@ _WAIT_SLICE_S = 0.05
 _READY_LOOK_MS = 2
 _READY_S = 120.0
 # How long the kernel may take to end a process that was killed.
-_END_S = 10.0
+_END_S = 40.0
 # How long the starter's thread may take for a call.
 _CALL_S = 60.0
 _STDERR_BYTES = 2000
