@@ -47,6 +47,16 @@ def _plan_last(how: str, params: list[nn.Parameter], optimizer: Any) -> None:
     optimizer.load_state_dict(saved.state_dict())
 
 
+def _begin(how: str, params: list[nn.Parameter], optimizer: Any, ranks: list[int], drops: bool) -> None:
+    """Have a first backward of these ranks, plan the last parameter, and drop the gradients if told to."""
+    for rank in ranks:
+        _backward(params[:2], 0, rank)
+    params[1].requires_grad_(not drops)
+    _plan_last(how, params, optimizer)
+    if drops:
+        optimizer.zero_grad()
+
+
 def _train(rank: int, world_size: int, how: str, who: list[int], drops: bool, exchange: str) -> list[Tensor]:
     """The ranks in ``who`` alone have a first backward, which all drop or keep."""
     params, reduction = _params(), zero_opt.Overlapped(BUCKET_MB, exchange=exchange)
@@ -56,12 +66,7 @@ def _train(rank: int, world_size: int, how: str, who: list[int], drops: bool, ex
         params,
         lambda those: zero_opt.ShardedOptimizer(those, torch.optim.SGD, reduction=reduction, checks=checks, **OPTIONS),
     )
-    if rank in who:
-        _backward(params[:2], 0, rank)
-    params[1].requires_grad_(not drops)
-    _plan_last(how, params, optimizer)
-    if drops:
-        optimizer.zero_grad()
+    _begin(how, params, optimizer, [rank] if rank in who else [], drops)
     for step in range(STEPS):
         _backward([param for param in params if param.requires_grad][: 3 if step else 1], step, rank)
         optimizer.step()
@@ -74,12 +79,7 @@ def _expected(world_size: int, how: str, who: list[int], drops: bool) -> list[Te
     """What a plain optimizer makes of the mean gradients."""
     params = _params()
     plain = _new(how, params, lambda those: torch.optim.SGD(those, **OPTIONS))
-    for rank in who:
-        _backward(params[:2], 0, rank)
-    params[1].requires_grad_(not drops)
-    _plan_last(how, params, plain)
-    if drops:
-        plain.zero_grad()
+    _begin(how, params, plain, who, drops)
     for step in range(STEPS):
         for rank in range(world_size):
             _backward([param for param in params if param.requires_grad][: 3 if step else 1], step, rank)
