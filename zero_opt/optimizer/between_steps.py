@@ -189,8 +189,8 @@ class BetweenSteps(Engine):
                         raise conflict
                     known = len(user.param_groups)
                     self._parked.require_here()
+                    taken = normalized_group(group, known)
                     with adopt_errors():
-                        taken = normalized_group(group, known)
                         admit(self._mesh, params_of([taken]))
                         await_others(self._lagging, params_of([taken]))
                         torch.optim.Optimizer.add_param_group(user, taken)

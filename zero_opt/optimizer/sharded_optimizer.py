@@ -127,8 +127,8 @@ class ShardedOptimizer(UnevenInputs):
     def _validate(self, params: Iterable[Any]) -> None:
         """Fill in param groups and defaults as the wrapped class does, and refuse what cannot be sharded."""
         config = self._config
+        entries = normalized(params)
         with adopt_errors():
-            entries = normalized(params)
             template = template_of(config.optimizer_class, entries, config.defaults)
             super().__init__(entries, template.defaults)
         for group, complete in zip(self.param_groups, template.param_groups, strict=False):

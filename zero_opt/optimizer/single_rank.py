@@ -69,8 +69,8 @@ class SingleRank(Engine):
                 'skipped then; use Checks(nonfinite="raise")'
             )
         self._config, self._parked, self._mesh = config, parked, mesh
+        groups = normalized(params)
         with adopt_errors():
-            groups = normalized(params)
             try:
                 wrapped = config.optimizer_class(groups, **config.defaults)
             except ValueError:  # says what is wrong
@@ -113,8 +113,8 @@ class SingleRank(Engine):
     def add_param_group(self, group: dict[str, Any]) -> None:
         self._parked.require_here()
         wrapped = self._current()
+        taken = normalized_group(group, len(wrapped.param_groups))
         with adopt_errors():
-            taken = normalized_group(group, len(wrapped.param_groups))
             admit(self._mesh, params_of([taken]))
             wrapped.add_param_group(taken)
         with on_failure(wrapped.param_groups.pop):

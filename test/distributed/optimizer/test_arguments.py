@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -187,3 +188,36 @@ def _split_of_one_group(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_split_masters_ask_for_the_kernel_only_where_there_is_something_to_split(world_size: int) -> None:
     run_processes(world_size, _split_of_one_group)
+
+
+def _fail_in(kind: str, model: nn.Module) -> Iterator[nn.Parameter]:
+    yield next(model.parameters())
+    if kind == "JSONDecodeError":
+        json.loads("{")
+    raise {"TypeError": TypeError, "RuntimeError": RuntimeError}[kind]("a mistake in the user's generator")
+
+
+def _failing_iterable(rank: int, world_size: int, kind: str) -> None:
+    model = _net()
+    error = {"JSONDecodeError": json.JSONDecodeError, "TypeError": TypeError, "RuntimeError": RuntimeError}[kind]
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    others = nn.Linear(2, 2)
+    for call in (
+        lambda params: zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.01),
+        lambda params: optimizer.add_param_group({"params": params}),
+    ):
+        with pytest.raises(Exception) as caught:
+            call(_fail_in(kind, others) if rank == world_size - 1 else others.parameters())
+        if rank == world_size - 1:
+            assert type(caught.value) is error
+        else:
+            assert type(caught.value) is zero_opt.ZeroOptError
+            assert f"rank {world_size - 1}: " in str(caught.value)
+            assert f"({kind})" in str(caught.value)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["JSONDecodeError", "TypeError", "RuntimeError"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_the_users_iterable_raises_stays_what_it_is(world_size: int, kind: str) -> None:
+    run_processes(world_size, _failing_iterable, kind)
