@@ -72,17 +72,13 @@ class AlreadyReducedGrads(GradReduction):
                 copied.append(shard)
                 continue
             sums = [part.squares for part in squares.sums(bucket)] if squares is not None else []
-            places = zip(pairs, sums or repeat(None), strict=bool(sums))
-            copies += [(*pair, place) for pair, place in places if pair is not None]
-            grads = [pair and self._shaped(piece, pair[0]) for pair, piece in zip(pairs, shard.slices, strict=True)]
-            copied.append(shard._replace(grads=grads))
+            summed = zip(pairs, sums or repeat(None), strict=bool(sums))
+            copies += [(pair[0].run, pair[1], place) for pair, place in summed if pair is not None]
+            copied.append(shard._replace(grads=[pair and pair[0].grad for pair in pairs]))
         if copies:
             copiers = max(bucket.copiers for bucket in self._partition.buckets)
             copy_(*zip(*copies, strict=True), threads=max(copiers, torch.get_num_threads()))
         return copied
-
-    def _shaped(self, piece: ParamSlice, run: Tensor) -> Tensor:
-        return self._partition.flats[piece.param].shaped_if_whole(run)
 
     def _require_all_used(self, agreed: StepAgreement) -> None:
         """Raise GradientConflict, on every rank, for a gradient that only some have: no mean of all ranks."""

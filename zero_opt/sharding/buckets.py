@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,13 @@ class ShardReader(Protocol):
         """Return per slice the sums of squares of the shard as it is, if they are known; see :func:`grad_squares`."""
 
 
+class ArenaPlace(NamedTuple):
+    """Where a slice's gradient lies in an arena: a 1-D run, and what :meth:`FlatParam.shaped_if_whole` makes of it."""
+
+    run: Tensor
+    grad: Tensor
+
+
 class GradBucket:
     """A bucket's layout bound to tensors: its parameters, and this rank's shard of the reduced gradient.
 
@@ -147,6 +154,7 @@ class GradBucket:
         self._flow = flow
         self._shards: list[Tensor] = []
         self._at, self._lent, self._arena_count = 0, False, 0
+        self._arena_places: list[list[ArenaPlace] | None] = []  # in each tensor of the arena, once asked for
         self._away: list[Tensor] = []
         # What slice_grads() has returned: of which tensor, the views, and where they point.
         self._viewed: Tensor | None = None
@@ -206,6 +214,7 @@ class GradBucket:
         """
         self._shards[: self._arena_count] = shards
         self._arena_count = len(shards)
+        self._arena_places = [None] * len(shards)
 
     @property
     def in_arena(self) -> Tensor:
@@ -220,27 +229,38 @@ class GradBucket:
         """End :meth:`lend`: the worker reads the shard no more."""
         self._lent = False
 
-    def arena_places(self, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor] | None] | None:
-        """Return per slice of this rank its place in the arena, and the values of its gradient, both 1-D.
+    def arena_places(self, grads: Sequence[Tensor | None]) -> list[tuple[ArenaPlace, Tensor] | None] | None:
+        """Return per slice of this rank its place in the arena, and the values of its gradient, in one order.
 
         ``None`` without an arena, while a worker reads it, or where a gradient has other than plain values in host
         memory, in the order and the dtype of the shard.
         """
         if not self._arena_count or self._lent:
             return None
-        pairs = list[tuple[Tensor, Tensor] | None]()
-        for (position, piece), grad in zip(self._own, grads, strict=True):
+        pairs, dtype = list[tuple[ArenaPlace, Tensor] | None](), self.in_arena.dtype
+        for (position, _), place, grad in zip(self._own, self._places(), grads, strict=True):
             if grad is None:
                 pairs.append(None)
                 continue
             if type(grad) is not Tensor or oddity(grad) is not None or grad.is_neg():
                 return None
-            place = self.in_arena[slice(*piece.in_shard)]
-            values = grad if grad.dim() == 1 else self.params[position].flatten(grad)
-            if values.dtype is not place.dtype or not values.is_cpu or not values.is_contiguous():
+            flat = self.params[position]
+            in_order = grad.dim() == 1 or grad.stride() == flat.strides
+            values = grad if in_order and grad.is_contiguous() else flat.flatten(grad)
+            if values.dtype is not dtype or not values.is_cpu or not values.is_contiguous():
                 return None
             pairs.append((place, values))
         return pairs
+
+    def _places(self) -> list[ArenaPlace]:
+        """Return per slice of this rank its place in :attr:`in_arena`."""
+        number = self._at % self._arena_count
+        places = self._arena_places[number]
+        if places is None:
+            runs = [(position, self.in_arena[slice(*piece.in_shard)]) for position, piece in self._own]
+            places = [ArenaPlace(run, self.params[position].shaped_if_whole(run)) for position, run in runs]
+            self._arena_places[number] = places
+        return places
 
     def writable(self, *, keep: bool) -> Tensor:
         """Return the shard, for a new round or for zeros; tells :attr:`reader`. Undefined values unless ``keep``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator, MutableMapping
-from operator import is_
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from operator import attrgetter, is_, itemgetter, ne
 from typing import Any
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from ...placement import ParamState, ReadThrough
 from ...reduction.autograd_hooks import ArrivalHooks
 from ...reduction.consumed_grad import ConsumedGrad
-from ...sharding.flat_param import is_dtensor, place_of
-from ...system.inference_mode import outside_inference_mode, version_of
+from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
+from ...system.inference_mode import outside_inference_mode, version_of, versions_of
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
+
+_requires_grad = attrgetter("requires_grad")
+_first, _second = itemgetter(0), itemgetter(1)
 
 
 class _Twin:
@@ -26,32 +29,25 @@ class _Twin:
 
     Attributes:
         plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
+        apart: whether the parameter has a counter of its own.
+        noted: the versions of the parameter, its part and the plain one, as of :func:`_note`.
     """
 
     def __init__(self, param: Tensor) -> None:
         self.param, part = param, local_of(param)
         self.plain = nn.Parameter(part, requires_grad=param.requires_grad)
-        self._apart = is_dtensor(param)
+        self.apart = is_dtensor(param)
         self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
-        self._note(part)
+        self.noted = version_of(param), version_of(part), version_of(self.plain)
 
-    def follow(self) -> None:
-        """Take over what the user and autograd have done to the parameter since."""
+    def follow_kind(self) -> None:
+        """Let the plain parameter be what the part is by now."""
         param, plain, part = self.param, self.plain, local_of(self.param)
-        if plain.requires_grad is not param.requires_grad:
-            plain.requires_grad_(param.requires_grad)
+        plain.requires_grad_(param.requires_grad)
         if plain.grad_dtype is not param.grad_dtype:  # which the partition refuses
             plain.grad_dtype = param.grad_dtype
         if place_of(part) != place_of(plain):
             plain.data = part
-        if self._apart and (version_of(param), version_of(part)) != self._edits:
-            torch.autograd.graph.increment_version([plain])
-        self._note(part)
-        plain.grad = local_grad(param)
-
-    def _note(self, part: Tensor) -> None:
-        """Note how often the parameter and its part have been written to."""
-        self._edits, self._writes = (version_of(self.param), version_of(part)), version_of(self.plain)
 
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
@@ -84,13 +80,23 @@ class _Twin:
         if self.plain.grad is None and self._consumed is not None and self.param.grad is self._consumed:
             self.param.grad = None
 
-    def note_writes(self) -> None:
-        """Let autograd know of writes to the part, and drop its gradient, unless that is consumed."""
-        if not isinstance(self.plain.grad, ConsumedGrad):
-            self.plain.grad = None
-        if self._apart and version_of(self.plain) != self._writes:
-            torch.autograd.graph.increment_version([self.param])
-            self._note(local_of(self.param))
+
+def _versions(twins: Sequence[_Twin]) -> list[tuple[int, int, int]]:
+    """Return the versions of each parameter, its part and the plain one; see ``_Twin.noted``."""
+    params = [twin.param for twin in twins]
+    plains = [twin.plain for twin in twins]
+    return [*zip(versions_of(params), versions_of([*map(local_of, params)]), versions_of(plains), strict=True)]
+
+
+def _note(twins: Sequence[_Twin]) -> None:
+    """Note the versions of parameters, of which none has a write that the others do not tell of."""
+    for twin, versions in zip(twins, _versions(twins), strict=True):
+        twin.noted = versions
+
+
+def _kinds(params: Sequence[Tensor]) -> tuple[list[bool], list[torch.dtype | None]]:
+    """Return what plain parameters have of the user's, but for their memory."""
+    return [*map(_requires_grad, params)], grad_dtypes_of(params)
 
 
 class PlainGroup(UserDict[str, Any]):
@@ -148,47 +154,69 @@ class DTensorValues(ReadThrough):
         self._pairs.clear()
 
 
+class _Shown:
+    """A parameter's live state, and what users see of it.
+
+    Attributes:
+        pairs: by key, the live value and what stands for it.
+        others: those before: a step may go from bank to bank.
+    """
+
+    def __init__(self, live: ParamState) -> None:
+        self.live = live
+        self.pairs: dict[str, tuple[Any, Any]] = {}
+        self.others: dict[str, tuple[Any, Any]] = {}
+
+    def is_seen_as(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether the user's entry has what stands for the live values, and nothing else."""
+        return (
+            len(entry) == len(self.live)
+            and [*entry] == [*self.pairs]
+            and all(map(is_, entry.values(), map(_second, self.pairs.values())))
+        )
+
+    def is_current(self) -> bool:
+        """Return whether the live values are those that something stands for."""
+        return [*self.live] == [*self.pairs] and all(map(is_, self.live.values(), map(_first, self.pairs.values())))
+
+
 class PlainState(MutableMapping[Tensor, ParamState]):
     """The user's ``state``, by plain parameter: tensors in a part's shape are DTensors there, over the same memory."""
 
     def __init__(self, user: torch.optim.Optimizer, twins: dict[Tensor, _Twin]) -> None:
         self._user, self._twins = user, twins
-        self._live: dict[Tensor, ParamState] = {}
-        # As users see it: the live value and what stands for it.
-        self._pairs: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
-        self._others: dict[Tensor, dict[str, tuple[Any, Any]]] = {}  # those before: a step may go from bank to bank
+        self._shown: dict[Tensor, _Shown] = {}
 
     def __getitem__(self, plain: Tensor) -> ParamState:
         """The live state, or what the user has put in its place."""
-        shown = self._user.state.get(self._twins[plain].param)
-        if not shown:
+        param = self._twins[plain].param
+        entry = self._user.state.get(param)
+        if not entry:
             raise KeyError(plain)
-        if isinstance(shown, DTensorValues) and shown.live is self._live.get(plain):
-            shown.follow()
+        shown = self._shown.get(plain)
+        if shown is None:
+            shown = self._shown[plain] = _Shown({})
+        if isinstance(entry, DTensorValues) and entry.live is shown.live:
+            entry.follow()
             return shown.live
-        pairs = self._pairs.get(plain, {})
-        kept = {key: pairs[key][0] for key, value in shown.items() if key in pairs and pairs[key][1] is value}
-        live = self._live.get(plain)
-        if live is not None and len(kept) == len(shown) == len(live):
-            return live
-        edited = {key: value for key, value in shown.items() if key not in kept}
-        taken = {**kept, **state_of_part(edited, self._twins[plain].param)}
-        live = self._live[plain] = {key: taken[key] for key in shown}
-        self._pairs[plain] = {key: (live[key], shown[key]) for key in shown}
-        return live
+        if not shown.is_seen_as(entry):
+            pairs = shown.pairs
+            kept = {key: pairs[key][0] for key, value in entry.items() if key in pairs and pairs[key][1] is value}
+            taken = {**kept, **state_of_part({key: entry[key] for key in entry if key not in kept}, param)}
+            shown.live = {key: taken[key] for key in entry}
+            shown.pairs = {key: (shown.live[key], entry[key]) for key in entry}
+        return shown.live
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
         """Put other live state in the place of what there is."""
-        self._live[plain], self._pairs[plain], self._others[plain] = live, {}, {}
+        self._shown[plain] = _Shown(live)
         param = self._twins[plain].param
         self._user.state[param] = DTensorValues(live, param, plain) if isinstance(live, ReadThrough) else {}
         self._refresh(plain)
 
     def __delitem__(self, plain: Tensor) -> None:
         """Let the user see no state of a parameter."""
-        self._live.pop(plain, None)
-        self._pairs.pop(plain, None)
-        self._others.pop(plain, None)
+        self._shown.pop(plain, None)
         del self._user.state[self._twins[plain].param]
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -201,23 +229,21 @@ class PlainState(MutableMapping[Tensor, ParamState]):
 
     def refresh(self) -> None:
         """Let the user see values that a step has added to live state, or put in the place of others."""
-        for plain in self._live:
+        for plain in self._shown:
             self._refresh(plain)
 
     def _refresh(self, plain: Tensor) -> None:
-        live, before, param = self._live[plain], self._pairs[plain], self._twins[plain].param
-        if isinstance(live, ReadThrough):
+        shown = self._shown[plain]
+        live, before, others = shown.live, shown.pairs, shown.others
+        if isinstance(live, ReadThrough) or shown.is_current():
             return
+        param = self._twins[plain].param
         kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
-        if len(kept) == len(before) == len(live):
-            return
-        others = self._others.get(plain, {})
         kept |= {key: others[key] for key, value in live.items() if key in others and others[key][0] is value}
         pairs = {key: kept.get(key) or (value, value_of_param(value, param, plain)) for key, value in live.items()}
-        self._others[plain] = before
-        self._pairs[plain], seen = pairs, self._user.state[param]
-        seen.clear()
-        seen.update((key, pair[1]) for key, pair in pairs.items())
+        shown.others, shown.pairs, entry = before, pairs, self._user.state[param]
+        entry.clear()
+        entry.update((key, pair[1]) for key, pair in pairs.items())
 
 
 class LocalView:
@@ -256,8 +282,23 @@ class LocalView:
 
     def follow(self) -> None:
         """Take over what the user and autograd have done to the parameters; see :func:`local_grad`."""
-        for twin in self._twins.values():
-            twin.follow()
+        twins = [*self._twins.values()]
+        params, plains = [twin.param for twin in twins], [twin.plain for twin in twins]
+        if _kinds(params) != _kinds(plains) or any(
+            map(ne, map(place_of, map(local_of, params)), map(place_of, plains))
+        ):
+            for twin in twins:
+                twin.follow_kind()
+        edited = list[_Twin]()
+        for twin, versions in zip(twins, _versions(twins), strict=True):
+            if twin.apart and versions[:2] != twin.noted[:2]:
+                edited.append(twin)
+            twin.noted = versions
+        if edited:
+            torch.autograd.graph.increment_version([twin.plain for twin in edited])
+            _note(edited)
+        for param, plain in zip(params, plains, strict=True):
+            plain.grad = local_grad(param)
 
     def follow_dropped(self) -> None:
         """Take over that the user has dropped gradients, if any are kept between steps. Waits for no rank."""
@@ -267,8 +308,16 @@ class LocalView:
 
     def note_writes(self) -> None:
         """Let autograd know of writes to the plain parameters, and drop their gradients, but for consumed ones."""
-        for twin in self._twins.values():
-            twin.note_writes()
+        twins = [*self._twins.values()]
+        plains = [twin.plain for twin in twins]
+        for plain in plains:
+            if not isinstance(plain.grad, ConsumedGrad):
+                plain.grad = None
+        versions = zip(twins, versions_of(plains), strict=True)
+        written = [twin for twin, version in versions if twin.apart and version != twin.noted[2]]
+        if written:
+            torch.autograd.graph.increment_version([twin.param for twin in written])
+            _note(written)
 
     def close(self) -> None:
         """Leave the user's parameters."""
