@@ -270,7 +270,7 @@ def _check_shapes(index: int, state: Mapping[str, Any], param: Tensor, *, elemen
     if wrong is not None:
         raise StateDictError(f"parameter {index}: {wrong}")
     for key, value in state.items():
-        if key in ("master", MAXIMUM) and native:
+        if native and (key == "master" or (key == MAXIMUM and not param.is_complex())):
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape):
                 raise StateDictError(
                     f"state {key!r} of parameter {index} is {_in_short(value)}, not a floating-point tensor of the "
