@@ -30,7 +30,7 @@ from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, partners, swaps
-from .peer_watch import WAIT, Stops, Watch
+from .peer_watch import Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
@@ -245,10 +245,10 @@ class Group:
         try:
             yield
         except BaseException as error:
-            self.leave_interrupted(error, WAIT)
+            self.leave_interrupted(error)
             raise
 
-    def leave_interrupted(self, error: BaseException, what: str) -> None:
+    def leave_interrupted(self, error: BaseException, what: str = "") -> None:
         """Leave training as :meth:`Watch.interrupted` does, unless the error says that this rank, or another, has."""
         known = isinstance(error, (PeerLost, OptimizerClosed)) or id(error) == self.told
         if self.watch is not None and not known:

@@ -57,8 +57,6 @@ def _go_on(ranks: Sequence[int]) -> str:
     return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
 
 
-# What something else than what a rank waits for has ended.
-WAIT = "its wait for the other ranks in"
 # Calls in which this rank is in a step.
 _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
@@ -128,16 +126,18 @@ class Watch:
         finally:
             self._within = ""
 
-    def interrupted(self, error: BaseException, what: str = WAIT) -> None:
-        """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them."""
+    def interrupted(self, error: BaseException, what: str = "") -> None:
+        """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them.
+
+        Without ``what``, this rank's wait in its step has been ended.
+        """
         if self._given_up is not None:
             return
         with uninterrupted():
             own = Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1)
             self.departures.say(own)
-            self._leave(
-                f"{type(error).__name__} has ended {what} {self.where}; restart all ranks from the last checkpoint"
-            )
+            what = what or f"its wait for the other ranks in {self.where}"
+            self._leave(f"{type(error).__name__} has ended {what}; restart all ranks from the last checkpoint")
 
     def mark(self) -> None:
         """Let the others know that this rank waits."""

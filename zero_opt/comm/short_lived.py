@@ -23,7 +23,7 @@ from .departures import Departure, How
 from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
-from .peer_watch import WAIT, Watch
+from .peer_watch import Watch
 from .rendezvous import Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
@@ -55,7 +55,7 @@ class CallWatch(Watch):
         marked = self._marked() if waited > self.mark_after_s else {}
         return [rank for rank, entered in marked.items() if entered == min(marked.values()) < self._entered]
 
-    def interrupted(self, error: BaseException, what: str = WAIT) -> None:
+    def interrupted(self, error: BaseException, what: str = "") -> None:
         self._why = ended_by(error, self.name([self._rank]), self.call)
         super().interrupted(error, what)
 

@@ -129,6 +129,7 @@ class BetweenSteps(Engine):
         the other ranks raise it too, or learn of it as of a step's failure.
         """
         calls, self._sends, self.group.told = self.group.calls, False, 0
+        step = self.count.step  # of this call, also once the call has counted it
         try:
             yield
             self._told_pending = False
@@ -138,7 +139,7 @@ class BetweenSteps(Engine):
             alone = (self._sends or self.group.calls > calls) and not isinstance(error, ZeroOptError)
             if alone and id(error) != self.group.told and error is not self._guard.failure:
                 self._parted = True
-                self.group.leave_interrupted(error, f"{self._one_call.under_way} in")
+                self.group.leave_interrupted(error, f"{self._one_call.under_way} in step {step}")
             raise
 
     # -- the wrapped optimizer, which there is none of ----------------------------------------------------------------

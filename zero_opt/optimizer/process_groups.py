@@ -108,7 +108,7 @@ class OwnGroups:
             yield
         except BaseException as error:
             if not isinstance(error, RankMismatch):
-                self.control.leave_interrupted(error, "ShardedOptimizer() in")
+                self.control.leave_interrupted(error, "ShardedOptimizer() in step 0")
             raise
 
     def _leave(self) -> None:

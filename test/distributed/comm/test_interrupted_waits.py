@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -206,6 +207,31 @@ def _is_struck(rank: int, world_size: int, moment: str, how: str, first: str) ->
 
 def _raise(how: str) -> None:
     raise HOWS[how]
+
+
+def _is_struck_at_the_end(rank: int, world_size: int) -> Any:
+    params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002))
+    end_step = ShardedEngine._end_step
+
+    def end_and_strike(engine: ShardedEngine, *given: Any) -> None:
+        end_step(engine, *given)
+        raise SystemExit
+
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(ShardedEngine, "_end_step", end_and_strike)
+            take_step(params, optimizer)
+        return _said(lambda: take_step(params, optimizer))
+    for _ in range(2):
+        with contextlib.suppress(zero_opt.PeerLost):
+            take_step(params, optimizer)
+    return None
+
+
+def test_a_call_that_is_ended_once_it_has_counted_its_step_is_named_by_that_step() -> None:
+    name, text = run_processes(2, _is_struck_at_the_end)[0]
+    assert name == "PeerSilent", text
+    assert text.startswith("this rank has left training, because SystemExit has ended opt.step() in step 2; "), text
 
 
 @pytest.mark.sampled(12)
