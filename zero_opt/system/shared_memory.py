@@ -201,19 +201,23 @@ class GrowingArena(Arena):
 # how much memory there is
 
 
+_LESS_MEMORY = "use compact state (state=zero_opt.AdamState(...)), NVMeOffload or more ranks"
 _REFUSED = (errno.ENOMEM, errno.EFBIG, errno.ENOSPC)
 
 
-def require_memory(nbytes: int, what: str) -> None:
+def require_memory(nbytes: int, what: str, instead: str = _LESS_MEMORY) -> None:
     """Raise OutOfMemory unless so much may still be had.
 
     Pages of a memfd are taken when touched; where there are none left, the process that touches one is killed.
+
+    Args:
+        instead: how to need less of it, for the message.
     """
     left = memory_left()
     if nbytes > left:
         raise OutOfMemory(
             f"{what} needs {mib(nbytes)} of host memory, and {mib(left)} may still be had (MemAvailable, and "
-            "the limits of this process's memory cgroups); use more ranks, or offload=None"
+            f"the limits of this process's memory cgroups); {instead}, or raise the limit"
         )
 
 

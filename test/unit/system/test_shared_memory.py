@@ -164,6 +164,8 @@ def test_more_memory_than_there_is() -> None:
     with pytest.raises(OutOfMemory, match=r"this needs [\d,]+\.0 MiB of host memory, and [\d,]+\.\d MiB may") as caught:
         require_memory(1 << 50, "this")
     assert isinstance(caught.value, MemoryError)
+    with pytest.raises(OutOfMemory, match=r"cgroups\); wait for more, or raise the limit$"):
+        require_memory(1 << 50, "this", "wait for more")
 
 
 # -- what the system refuses ------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         largest = max((window.nbytes for window, _ in windows), default=-1)
         if largest > min((buffer.nbytes for buffer in self._buffers), default=-1):
             what = f"NVMeOffload with window_mb={self._window_bytes / 2**20:g}"
-            require_memory(BUFFERS * largest, what)
+            require_memory(BUFFERS * largest, what, "set a smaller window_mb")
             with memory_errors(BUFFERS * largest, what):
                 self._buffers = [Buffer(largest) for _ in range(BUFFERS)]
         self._extents, self._windows = extents, windows

@@ -280,7 +280,7 @@ class WorkerProcess:
             OutOfMemory: there is not so much; nothing has changed. WorkerFailed: the arena's descriptor is closed.
         """
         self.require_not_forked()
-        what = "the optimizer state and gradients of this rank's worker"
+        what = "this rank's worker (optimizer state and gradients)"
         require_memory(nbytes, what)
         self._handles.end_child()
         start = self.arena.bytes.numel()

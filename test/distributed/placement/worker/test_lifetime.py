@@ -184,7 +184,10 @@ def _too_much(rank: int, world_size: int) -> str:
 
 def test_too_little_memory_on_one_rank_is_an_error_on_all() -> None:
     for message in run_processes(2, _too_much):
+        assert "this rank's worker (optimizer state and gradients) needs " in message
         assert re.search(r"needs [\d,]+ bytes of host memory, and 1,000 bytes may", message)
+        assert "; use compact state (state=zero_opt.AdamState(...)), NVMeOffload or more ranks, or raise" in message
+        assert "offload=None" not in message
 
 
 def _add_too_much(rank: int, world_size: int, offload: Any) -> Any:
