@@ -329,7 +329,7 @@ class ShardedOptimizer(UnevenInputs):
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is not a rank of the group. RankMismatch: it differs between ranks.
-            StateDictError: the wrapped class keeps state other than tensors, numbers and strings.
+            StateDictError: the wrapped class keeps state other than dense tensors, numbers and strings.
             StorageFailed: the state of a rank cannot be read. All of them on every rank.
             OptimizerClosed, StepPending, StepFailed, PeerLost, PeerSilent: as :meth:`flush`.
         """

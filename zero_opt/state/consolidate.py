@@ -25,7 +25,6 @@ from ..sharding.buckets import GradBucket
 from ..sharding.flat_param import FlatParam
 from ..sharding.partition import Partition
 from ..system.garbage_collection import without_collection
-from ..system.readable_pages import require_readable
 from ..system.shared_memory import allocation_errors
 from .entries import (
     Batch,
@@ -34,7 +33,6 @@ from .entries import (
     Places,
     already_there,
     batches_of,
-    is_small,
     listed,
     listing,
     message_for,
@@ -92,7 +90,6 @@ class LocalState:
         Raises:
             StateDictError: a value cannot be sent. StorageFailed: a small one cannot be read.
         """
-        require_readable(*(value for state in self._state.values() for value in state.values() if is_small(value)))
         return batches_of(self._state, self._parts, self._starts, whole_params=self._whole)
 
     def runs(self, packet: Packet) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.groups import bytes_tensor, tensor_bytes
 from ..errors import StateDictError
+from ..kernels.checks import oddity
 from ..kernels.runs import BASES, BLOCK_NUMEL, INT16, blocks_of
 from ..kernels.strides import dimensions_of
 from ..system.garbage_collection import without_collection
@@ -124,10 +125,18 @@ def is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() <= _INLINE_NUMEL
 
 
+def _oddity(value: Tensor) -> str | None:
+    """Return what a tensor is whose elements cannot be sent. :func:`oddity`, which is slower, sees odd ones alone."""
+    plain = type(value) is Tensor and value.layout is torch.strided
+    return None if plain and not (value.is_nested or value.is_quantized or value.is_meta) else oddity(value)
+
+
 _CANNOT_BE_SENT = (
     "which cannot be sent to other ranks; let the class keep tensors, numbers, strings, booleans or None, under keys "
     "that are strings or numbers"
 )
+_KEEP_DENSE = "so it cannot be saved; use a class whose state is dense"
+_FOR_SPARSE_GRADS = ", as torch.optim.SparseAdam, or dense gradients (sparse=False in the module)"
 
 # Of each value of a slice's state: its key and the key's type, its kind, dtype and shape.
 _Sent = tuple[tuple[Any, type, str, torch.dtype | None, torch.Size | None], ...]
@@ -155,6 +164,11 @@ def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, 
             if start == 0:
                 form.append((key, type(key), "value", None, None))
             continue
+        if (odd := _oddity(value)) is not None:
+            sparse = _FOR_SPARSE_GRADS if value.layout is not torch.strided else ""
+            raise StateDictError(
+                f"state {key!r} of parameter {index} is {odd}, not a dense tensor with values, {_KEEP_DENSE}{sparse}"
+            )
         shape = value.shape
         if key in BASES and value.dtype in INT16:
             form.append((key, type(key), "blocks", value.dtype, None))
@@ -198,18 +212,19 @@ def batches_of(
     *,
     whole_params: bool,
 ) -> list[Batch]:
-    """Return what a rank lists of its slices' states, which can be read where they are small.
+    """Return what a rank lists of its slices' states. Small tensors are read for it.
 
     Args:
         parts: what is stepped for each slice. starts: where each begins in its parameter. whole_params: slices are
             whole.
 
     Raises:
-        StateDictError: a value cannot be sent.
+        StateDictError: a value cannot be sent. StorageFailed: a small one cannot be read.
     """
     alike: dict[_Sent, list[int]] = {}
     for index, form in _forms_of(states, parts, starts, whole_params=whole_params):
         alike.setdefault(form, []).append(index)
+    require_readable(*(value for state in states.values() for value in state.values() if is_small(value)))
     return [
         Batch(
             params,
