@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class HostMemory:
 
     Attributes:
         bytes: the memory, uint8.
+        refused: whether the runtime has refused to lock it, so that a thread which asks for a copy is held up by it.
 
     Args:
         memory: whole pages, from the start of a page on, unless the device is the host.
@@ -39,6 +41,7 @@ class HostMemory:
         self.bytes = memory
         self._events: list[Any] = []
         locked = _lock(memory, device)
+        self.refused = not locked and runtime_of(device) is not None
         # The finalizer holds the memory: it stays mapped until no copy needs it and its pages are unlocked.
         self.release = weakref.finalize(self, _release, os.getpid(), memory, device, locked, self._events)
         self.release.atexit = False
@@ -48,6 +51,11 @@ class HostMemory:
         if event is not None:
             self._events[:] = [earlier for earlier in self._events if not earlier.query()]
             self._events.append(event)
+
+    @property
+    def under_way(self) -> Sequence[Any]:
+        """Events after copies, of which some are not over yet."""
+        return tuple(self._events)
 
 
 def host_memory(nbytes: int) -> HostMemory:

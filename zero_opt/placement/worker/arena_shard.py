@@ -17,6 +17,7 @@ from ...system.extension import native
 from ...system.shared_memory import Arena
 from ..memory import HOST_MEMORY, Tally, reduced_gradients, state_kind
 from ..state_shard import Kept, StateShard
+from .reduced_grad import ReducedGrad
 
 # Every array begins at a multiple of this, so that no two share a line of a cache.
 _ARRAY_ALIGN = 64
@@ -37,10 +38,13 @@ class ArenaShard(StateShard):
 
     There is always a master; of a split one, the half that the parameters are is "param", in their dtype. Arrays are
     more: out, the new parameters in their own dtype, where neither param nor master is that, or predictions of them; as
-    many grad0, grad1 as asked for.
+    many grad0, grad1 as asked for, or one where gradients come in :meth:`take_grads` alone.
 
     Attributes:
         banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.
+        grads_in_arena: gradients are reduced into the arena.
+        leaves_early: gradients are reduced on an accelerator, and may be copied to the arena before :meth:`take_grads`.
+        reduced: what has become of the gradient since the last step.
     """
 
     banks = 1
@@ -50,6 +54,9 @@ class ArenaShard(StateShard):
         self._stepped_role = "param" if self.splits else "master"
         self.grad_dtype = bucket.shard_dtype if bucket.shard_dtype in GRAD_DTYPES else torch.float32
         self.grads_in_arena = bucket.shard_dtype is self.grad_dtype and is_host(bucket.device)
+        self.leaves_early = bucket.shard_dtype is self.grad_dtype and not is_host(bucket.device)
+        self.reduced = ReducedGrad()
+        self._grad_at = 0  # of a shard on an accelerator: the number of the array that the next step reads
         self.bank = [0] * len(self.pieces)
         self._sections: dict[str, tuple[int, torch.dtype]] = {}  # where each array begins in the arena
 
@@ -64,7 +71,8 @@ class ArenaShard(StateShard):
         wanted |= state_dtypes(self.form, roles)
         if self._has_out:
             wanted["out"] = self.param_dtype
-        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads if self.grads_in_arena else 1)})
+        grads = grads if self.grads_in_arena or self.leaves_early else 1
+        wanted.update({f"grad{number}": self.grad_dtype for number in range(grads)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
     @property
@@ -140,25 +148,37 @@ class ArenaShard(StateShard):
 
     @property
     def grads(self) -> Tensor:
-        """The place in the arena that the worker reads gradients from, (shard numel,)."""
-        return self.bucket.in_arena if self.grads_in_arena else self._arrays["grad0"]
+        """The place in the arena that the worker reads gradients from in the next step, (shard numel,)."""
+        return self.bucket.in_arena if self.grads_in_arena else self._arrays[f"grad{self._grad_at}"]
+
+    @property
+    def has_two_places(self) -> bool:
+        """Whether gradients of the next step may come to the arena while the worker reads those of the last one."""
+        return "grad1" in self._sections
+
+    def copy_reduced(self) -> None:
+        """Copy the shard to the arena, on the accelerator's current stream; see [Note: gradients that leave early]."""
+        self.grads.copy_(self.bucket.shard, non_blocking=True)
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy those gradients to the arena that have not been reduced into it.
+        """Copy those gradients to the arena that are not there.
 
         From an accelerator the copies may still be under way on its current stream.
         """
         home = self.grads
+        there = [home, self.bucket.shard] if self.reduced.in_arena else [home]
         for position, grad in enumerate(grads):
-            target = home[slice(*self.pieces[position].in_shard)]
-            if grad is not None and grad.data_ptr() != target.data_ptr():
+            where = slice(*self.pieces[position].in_shard)
+            if grad is not None and all(grad.data_ptr() != place[where].data_ptr() for place in there):
                 # In one order of elements: between two, torch may copy by way of host memory that no event guards.
-                target.copy_(self.flat_grad(position, grad), non_blocking=True)
+                home[where].copy_(self.flat_grad(position, grad), non_blocking=True)
 
     def lend_grads(self) -> None:
-        """Let the worker read the gradients until :meth:`count_step`."""
+        """Let the worker read the gradients until :meth:`count_step`; those that come meanwhile go elsewhere."""
         if self.grads_in_arena:
             self.bucket.lend()
+        elif self.has_two_places:
+            self._grad_at = 1 - self._grad_at
 
     def runs(self, positions: Sequence[int], roles: tuple[str, ...]) -> Iterator[tuple[native.UpdateRun, int]]:
         """Native runs over these slices, each from one bank of state to the other if there is one; their gradients.

@@ -1,16 +1,34 @@
-"""The placement of a shard that lives in an arena and is stepped by a worker."""
+"""The placement of a shard that lives in an arena and is stepped by a worker.
+
+[Note: gradients that leave early]
+A shard on an accelerator is copied to the arena as soon as it is reduced, on the side stream, where the reduction was
+enqueued and the next one will be. So the copy reads what was reduced, and the next round is written after it. In
+``step()`` the user's stream waits for the side stream before it reads or writes a shard. The thread that enqueues the
+copy does not wait: where it would, because the runtime has refused to lock the arena's pages, nothing leaves early.
+
+The copy writes to a place that no worker reads: no step is pending, or the shard has a second place for gradients, to
+which it goes over when a step is submitted. An event follows each copy, and a step is submitted after all of them.
+
+At ``step()`` the arena has the gradient unless the shard was written to since (a second backward, zeros) or multiplied
+(clipped, unscaled), of which the bucket tells its reader, or the arena has moved. Then, and where nothing has left
+early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. Only the last round
+of a step is copied, as far as can be known: as many come first as before the step before.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...comm.exchange import SliceSums
 from ...comm.groups import Group
-from ...errors import StepPending, ZeroOptError
+from ...errors import StepPending, WorkerFailed, ZeroOptError
 from ...kernels.runs import RunBatch
 from ...policies import WorkerOffload
 from ...reduction.interface import GradShard, ParamsByBucket, used_params
@@ -44,10 +62,12 @@ class Pending(NamedTuple):
 
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
-    """A shard in an arena, which a worker steps.
+    """A shard in an arena, which a worker steps. The reader of buckets on accelerators.
 
     The gradients of a step stay where they are in the arena until it is brought in. With ``delay=1`` those of the next
-    one come meanwhile, so buckets that are reduced into the arena have two buffers there.
+    one come meanwhile, so buckets whose gradients come in backward have two buffers there.
+
+    The lock is held where gradients come, which may be on another thread, and where the arena moves.
 
     Args:
         model: results arrive after the step, in the order of its modules; ``None``, within it.
@@ -72,6 +92,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         grad_buffers: int = 1,
     ) -> None:
         super().__init__(kept)
+        self._lock = threading.RLock()
         self._grad_buffers = grad_buffers
         self._policy = policy
         self._begun = 0  # steps, those of the loaded state among them
@@ -82,7 +103,6 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._confined = Confined(split.trainer) if split.trainer else None
         self._delivery = ResultDelivery(ParamWriter(split, self._confined), model)
         self._mapped: HostMemory | None = None  # the arena as accelerators see it
-        self._copies: list[Any] = []  # events after those that accelerators make
         self._pace = Pace()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -94,26 +114,35 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         self._extend([*self._shards.values(), *added])
         self._register(added)
         self._mark_state()
+        for shard in filter(self._reads, added):
+            shard.bucket.reader = self
+
+    def _reads(self, shard: ArenaShard) -> bool:
+        """Whether the placement has a use for the shard before ``step()``."""
+        return shard.leaves_early
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
-        missing = [
-            (shard, shard.missing(self._roles[shard.bucket.layout.group], self._grad_buffers)) for shard in shards
-        ]
-        nbytes = sum(shard.nbytes_of(arrays) for shard, arrays in missing)
-        if any(arrays for _, arrays in missing):
-            self.wait()
-            start = self._worker.extend(nbytes)
+        with self._lock:
+            self._void()
+            self._await_copies()
+            missing = [
+                (shard, shard.missing(self._roles[shard.bucket.layout.group], self._grad_buffers)) for shard in shards
+            ]
+            nbytes = sum(shard.nbytes_of(arrays) for shard, arrays in missing)
+            if any(arrays for _, arrays in missing):
+                self.wait()
+                start = self._worker.extend(nbytes)
+                for shard, arrays in missing:
+                    start = shard.place(arrays, start)
+                for shard in shards:
+                    shard.bind(self._worker.arena)
+                self._mark_state()
+            self._worker.start()  # its threads touch new pages first, which are near to them then
             for shard, arrays in missing:
-                start = shard.place(arrays, start)
-            for shard in shards:
-                shard.bind(self._worker.arena)
-            self._mark_state()
-        self._worker.start()  # its threads touch new pages first, which are near to them then
-        for shard, arrays in missing:
-            shard.fill_new(arrays)
-        if any(arrays for _, arrays in missing):
-            self._lock_pages(shards)
+                shard.fill_new(arrays)
+            if any(arrays for _, arrays in missing):
+                self._lock_pages(shards)
 
     def _lock_pages(self, shards: Sequence[ArenaShard]) -> None:
         """Let accelerators, if parameters are there, read and write the arena as it is mapped now."""
@@ -127,14 +156,18 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         """Record an event on the stream that has just copied to or from the arena, per device."""
         for streams in {shard.bucket.device: shard.bucket.streams for shard in shards}.values():
             _, event = streams.produced()
-            if event is not None and self._mapped is not None:
-                self._mapped.used(event)
-                self._copies.append(event)
+            with self._lock:
+                if event is not None and self._mapped is not None:
+                    self._mapped.used(event)
+
+    @property
+    def _copies(self) -> Sequence[Any]:
+        """Events after copies to and from the arena."""
+        return () if self._mapped is None else self._mapped.under_way
 
     def _await_copies(self) -> None:
         for event in self._copies:
             event.synchronize()
-        self._copies.clear()
 
     @property
     def threads(self) -> int:
@@ -164,6 +197,12 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         return versions_of(state) != versions or any(shard.holds_edits() for shard in self._shards.values())
 
     def close(self) -> None:
+        with suppress(WorkerFailed):  # in a forked child, a thread that it does not have may hold the lock
+            self.require_not_forked()
+            with self._lock:
+                for shard in filter(self._reads, self._shards.values()):
+                    shard.bucket.reader = None
+                self._void()
         try:
             self.wait()
         except ZeroOptError as error:
@@ -175,6 +214,47 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             if self._confined is not None:
                 self._confined.restore()
             self._worker.close()
+
+    # -- during backward: see ShardReader -----------------------------------------------------------------------------
+
+    def rewrites(self, bucket: GradBucket) -> None:
+        with self._lock:
+            if (shard := self._shards.get(bucket.layout.index)) is not None:
+                shard.reduced.note_write()
+
+    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (of ShardReader)
+        """Nowhere."""
+        return ()
+
+    def reduced(self, bucket: GradBucket) -> None:
+        with self._lock:
+            shard = self._shards.get(bucket.layout.index)
+            if shard is not None and bucket.reader is self and shard.reduced.note_round():  # not closed meanwhile
+                self._read(shard)
+
+    def _read(self, shard: ArenaShard) -> None:
+        """Read a shard that has been reduced, most likely by the last round of the step."""
+        mapped, free = self._mapped, self._pending is None or shard.has_two_places
+        if shard.leaves_early and free and mapped is not None and not mapped.refused:
+            # What fails is made, or raises its error, in step().
+            with suppress(RuntimeError), torch.no_grad(), shard.bucket.streams.side([], []):
+                shard.copy_reduced()
+                self._note_copies([shard])
+                shard.reduced.copied = True
+
+    def scales(self, bucket: GradBucket, factor: float) -> None:
+        with self._lock:
+            if (shard := self._shards.get(bucket.layout.index)) is not None:
+                shard.reduced.factors.append(factor)
+
+    def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
+        """Return none: norms are made where the shard is."""
+        return [None] * len(bucket.slices)
+
+    def _void(self) -> None:
+        """Let nothing count that was read of shards."""
+        for shard in self._shards.values():
+            shard.reduced.copied = False
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -302,6 +382,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             sequence = self._send(list(batches.values()))
         for shard, _ in used:
             shard.lend_grads()
+        for shard in self._shards.values():
+            shard.reduced.end_step()
         return Pending(sequence, used_params(grads), used)
 
     def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:

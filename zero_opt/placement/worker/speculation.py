@@ -16,8 +16,8 @@ A GradScaler multiplies by one over the loss scale, which seldom changes: fp32 g
 by that of the last two steps, and the product is rounded once either way. Speculation is each rank's own: what it
 decides by is either local or the same on all ranks.
 
-The shard of a bucket on an accelerator is copied to the arena as soon as it is reduced, on the side stream; a thread
-waits for the copy, and submits the draft then. ``step()`` waits for copies that are under way.
+The shard of a bucket on an accelerator leaves early, see [Note: gradients that leave early]; a thread waits for the
+copy, and submits the draft then. ``step()`` waits for copies that are under way.
 
 Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
 the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was. On an
@@ -26,7 +26,6 @@ accelerator the norm is made there.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -35,9 +34,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...comm.exchange import SliceSums
 from ...comm.groups import Group
-from ...errors import OutOfResources, WorkerFailed, ZeroOptError
+from ...errors import OutOfResources, ZeroOptError
 from ...kernels.runs import RunBatch
 from ...kernels.updates import StepHypers
 from ...policies import WorkerOffload
@@ -107,8 +105,8 @@ class _Factors:
 class SpeculativePlacement(WorkerPlacement):
     """A worker's placement that begins steps during backward; see [Note: drafts].
 
-    Drafts are submitted on the exchange thread or, for shards on an accelerator, on a thread of their own. The lock is
-    held while a run is bound and submitted, not during waits for the worker.
+    The reader of all its buckets. Drafts are submitted on the exchange thread or, for shards on an accelerator, on a
+    thread of their own. The lock is held while a run is bound and submitted, not during waits for the worker.
 
     Attributes:
         kept, redone: how many buckets' drafts became steps, and how many were void at ``step()``.
@@ -127,17 +125,12 @@ class SpeculativePlacement(WorkerPlacement):
     ) -> None:
         super().__init__(policy, defaults, group, model, kept, grad_buffers)
         self.kept = self.redone = 0
-        self._lock = threading.RLock()
         self._groups: list[Mapping[str, Any]] = []  # the user's, of which a draft takes the values as it is made
         self._drafts: dict[int, _Draft] = {}
         self._summed: dict[int, int] = {}  # by bucket: how many drafts there were with its sums
-        self._coming: dict[int, object] = {}  # by bucket on an accelerator: a token of the copy that is to be drafted
-        self._waits = SerialThread("zero_opt drafts")  # which waits for these copies
+        self._waits = SerialThread("zero_opt drafts")  # which waits for copies from accelerators
         self._asked = self._sums = False  # for sums: since the last step, in the one before
         self._as_zero = native.flushes_denormals()
-        self._scaled: dict[int, list[float]] = {}
-        self._rounds: dict[int, int] = {}
-        self._rounds_before: dict[int, int] = {}
         self._factors = _Factors()
         self._flushes = self._flush_denormals
 
@@ -151,76 +144,41 @@ class SpeculativePlacement(WorkerPlacement):
         super().drop_groups(kept)
         del self._groups[kept:]
 
-    def add(self, buckets: Sequence[GradBucket]) -> None:
-        super().add(buckets)
-        for bucket in buckets:
-            bucket.reader = self
-
-    def _extend(self, shards: Sequence[ArenaShard]) -> None:
-        with self._lock:
-            self._void()
-            self._await_copies()
-            super()._extend(shards)
+    def _reads(self, shard: ArenaShard) -> bool:  # noqa: ARG002
+        return True
 
     def close(self) -> None:
-        with suppress(WorkerFailed):  # in a forked child, a thread that it does not have may hold the lock
-            self.require_not_forked()
-            with self._lock:
-                for shard in self._shards.values():
-                    shard.bucket.reader = None
-                self._void()
         self._waits.close()
         super().close()
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
-    def reduced(self, bucket: GradBucket) -> None:
+    def _read(self, shard: ArenaShard) -> None:
         """Draft the bucket's step, unless that is likely to be in vain."""
-        index = bucket.layout.index
-        with self._lock:
-            self._scaled[index] = []
-            self._rounds[index] = self._rounds.get(index, 0) + 1
-            shard = self._banked(index)
-            if shard is None or self._rounds[index] < self._rounds_before.get(index, 1) or self._pending is not None:
-                return
-            if not is_host(bucket.device) and bucket.shard_dtype is shard.grad_dtype:
-                self._fetch(shard)
-            if not self._at_home(shard):
-                return
+        if self._pending is not None:
+            return
+        super()._read(shard)
+        if shard.reduced.copied and self._may(shard):
+            with suppress(OutOfResources):  # of threads: the step is not drafted
+                self._waits.submit(self._draft_arrived, shard, shard.reduced.writes, self._copies)
+        elif self._at_home(shard):
             if self._sums:
                 self._sum(shard)
             if self._may(shard):
                 self._draft(shard)
-
-    def _banked(self, index: int) -> BankedShard | None:
-        shard = self._shards.get(index)
-        assert shard is None or isinstance(shard, BankedShard)
-        return shard
 
     def _at_home(self, shard: ArenaShard) -> bool:
         """Whether the worker can read the gradient where it was reduced."""
         bucket = shard.bucket
         return shard.grads_in_arena and bucket.shard.data_ptr() == bucket.in_arena.data_ptr()
 
-    def _fetch(self, shard: BankedShard) -> None:
-        """Copy a gradient from an accelerator to the arena, and have its step drafted once the copy is complete."""
-        bucket = shard.bucket
-        if self._may(shard):
-            with torch.no_grad(), bucket.streams.side([], []):
-                shard.take_grads(bucket.slice_grads())
-                self._note_copies([shard])
-            token = object()
-            with suppress(OutOfResources):  # of threads: step() copies it
-                self._waits.submit(self._draft_arrived, shard, token, [*self._copies])
-                self._coming[bucket.layout.index] = token
-
-    def _draft_arrived(self, shard: BankedShard, token: object, copies: Sequence[Any]) -> None:
+    def _draft_arrived(self, shard: ArenaShard, writes: int, copies: Sequence[Any]) -> None:
         """Draft a bucket's step once copies to and from the arena are over, unless the gradient has changed since."""
         for event in copies:
             event.synchronize()
-        index = shard.bucket.layout.index
         with self._lock:
-            if self._coming.get(index) is token and self._scaled.get(index) in ([], [self._factors.expected]):
+            reduced = shard.reduced
+            if reduced.copied and reduced.writes == writes and reduced.factors in ([], [self._factors.expected]):
                 self._draft(shard)
 
     def _may(self, shard: ArenaShard) -> bool:
@@ -232,7 +190,8 @@ class SpeculativePlacement(WorkerPlacement):
             and not any(map(shard.to_read, range(len(shard.pieces))))
         )
 
-    def _sum(self, shard: BankedShard) -> None:
+    def _sum(self, shard: ArenaShard) -> None:
+        assert isinstance(shard, BankedShard)
         home = shard.bucket.in_arena
         grads = [home[slice(*piece.in_shard)] for piece in shard.pieces]
         with suppress(OverflowError):  # then they are summed when they are asked for
@@ -240,20 +199,16 @@ class SpeculativePlacement(WorkerPlacement):
                 grads, shard.squares, flush_denormals=self._as_zero
             )
 
-    def sums(self, bucket: GradBucket) -> Sequence[SliceSums]:  # noqa: ARG002  (see ShardReader)
-        """Nowhere: the worker adds up, on a core of its own."""
-        return ()
-
     def squares(self, bucket: GradBucket) -> Sequence[Tensor | None]:
         """Sums of squares of the shard that the worker has made; does not wait for those that are not there yet."""
         index = bucket.layout.index
         with self._lock:
             self._asked = True
-            shard, summed = self._banked(index), self._summed.get(index)
-            changed = self._scaled.get(index) or native.flushes_denormals() != self._as_zero
-            if shard is None or summed is None or changed or self._worker.control.drafts_done < summed:
-                return [None] * len(bucket.slices)
-            return shard.squares
+            shard, summed = self._shards.get(index), self._summed.get(index)
+            done = summed is not None and self._worker.control.drafts_done >= summed
+            if not done or not isinstance(shard, BankedShard) or native.flushes_denormals() != self._as_zero:
+                return super().squares(bucket)
+            return super().squares(bucket) if shard.reduced.factors else shard.squares
 
     def _draft(self, shard: ArenaShard) -> None:
         index = shard.bucket.layout.index
@@ -276,29 +231,31 @@ class SpeculativePlacement(WorkerPlacement):
 
     def rewrites(self, bucket: GradBucket) -> None:
         with self._lock:
-            self._coming.pop(bucket.layout.index, None)
+            super().rewrites(bucket)
             if bucket.layout.index in self._drafts or bucket.layout.index in self._summed:
-                self._void()
+                self._void_drafts()
 
     def scales(self, bucket: GradBucket, factor: float) -> None:
         index = bucket.layout.index
         with self._lock:
-            factors = self._scaled.setdefault(index, [])
-            factors.append(factor)
+            super().scales(bucket, factor)
             draft = self._drafts.get(index)
-            if draft is not None and factors != [draft.step.unscale]:
-                self._void()
+            if draft is not None and self._shards[index].reduced.factors != [draft.step.unscale]:
+                self._void_drafts()
                 draft = None
         if draft is not None and is_host(bucket.device):  # the worker may still read what is multiplied
             try:
                 self._worker.wait_drafts(draft.drafted)
             except ZeroOptError:  # for step() to say, where the other ranks hear of it
                 with self._lock:
-                    self._void()
+                    self._void_drafts()
 
     def _void(self) -> None:
+        super()._void()
+        self._void_drafts()
+
+    def _void_drafts(self) -> None:
         """Let no draft count, and no sums; what the worker still writes is not read."""
-        self._coming.clear()
         if self._drafts or self._summed:
             self._worker.control.void_drafts()
             self._drafts.clear()
@@ -312,15 +269,13 @@ class SpeculativePlacement(WorkerPlacement):
     def _submit(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Pending:
-        if self._coming and grad_scale == 1.0:
-            with suppress(TimeoutError):  # then there are no drafts of what has not come
-                self._waits.submit(int).result(self._policy.hang_timeout)
+        if grad_scale == 1.0:
+            self._waits.idle_within(self._policy.hang_timeout)  # if it is not, there are no drafts of what has not come
         with self._lock:
             self._groups = list(groups)  # the user may have put others in the place of those that were added
             self._as_zero = native.flushes_denormals()
             self._flushes = self._flush_denormals or self._as_zero
             self._sums, self._asked = self._asked, False
-            self._coming.clear()
             used = {shard.bucket: Used(self._shards[shard.bucket], shard.with_grad) for shard in grads}
             drafted = {index: one for index, one in used.items() if one.positions and index in self._drafts}
             if not all(self._was_drafted(one, groups, grad_scale) for one in drafted.values()):
@@ -329,11 +284,11 @@ class SpeculativePlacement(WorkerPlacement):
             self.kept += len(drafted)
             self._learn(grads, grad_scale)
             if not drafted:
-                self._void()
+                self._void_drafts()
             try:
                 made = super()._submit([shard for shard in grads if shard.bucket not in drafted], groups, grad_scale)
             except BaseException:
-                self._void()
+                self._void_drafts()
                 raise
             for shard, _ in drafted.values():
                 shard.lend_grads()
@@ -346,10 +301,8 @@ class SpeculativePlacement(WorkerPlacement):
     def _was_drafted(self, used: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""
         shard, positions = used
-        index = shard.bucket.layout.index
-        scaled = self._scaled.get(index, [])
-        draft = self._drafts[index].step
-        unscaled = scaled == ([] if draft.unscale == 1.0 else [draft.unscale])
+        draft = self._drafts[shard.bucket.layout.index].step
+        unscaled = shard.reduced.factors == ([] if draft.unscale == 1.0 else [draft.unscale])
         return (
             grad_scale == 1.0
             and unscaled
@@ -358,12 +311,10 @@ class SpeculativePlacement(WorkerPlacement):
         )
 
     def _learn(self, grads: Sequence[GradShard], grad_scale: float) -> None:
-        """A step is taken: what it was multiplied by, and how many rounds there were of each bucket."""
-        scaled = next((self._scaled.get(shard.bucket, []) for shard in grads if shard.used), None)
+        """A step is taken: what it was multiplied by."""
+        scaled = next((self._shards[shard.bucket].reduced.factors for shard in grads if shard.used), None)
         if scaled is not None:
             self._factors.learn(scaled, grad_scale)
-        self._rounds_before.update(self._rounds)
-        self._rounds.clear()
 
     def _send(self, batches: Sequence[RunBatch]) -> int:
         try:
