@@ -217,7 +217,12 @@ class AtStepReduction(GradReduction):
 
     def _scale_reduced(self, factor: Tensor) -> None:
         """Follow what has multiplied every gradient since it was reduced."""
-        scale_([grad for shard in self._shards() for grad in shard.grads if grad is not None], factor)
+        used = indices_of(self._used)
+        for bucket in self._partition.buckets:
+            if bucket.layout.params_in(used):
+                bucket.scale(factor)
+        if self._with_sparse:
+            self._sparse.scale(factor)
         self._note_scaled()
 
     def _note_scaled(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..comm.exchange import in_tree_order
 from ..errors import UnsupportedParam
 from ..sharding.partition import Partition
+from .grad_norm import scale_
 from .interface import GradShard, ReductionParts
 
 
@@ -98,6 +99,10 @@ class SparseGrads:
             return None
         unchecked = {"is_coalesced": True, "check_invariants": False}
         return torch.sparse_coo_tensor(indices, values, param.shape, dtype=values.dtype, device="cpu", **unchecked)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what was reduced last by a 0-dim tensor, in place."""
+        scale_(self._reduced.values(), factor)
 
     def merge(self, shards: list[GradShard]) -> list[GradShard]:
         """Return the shards with sparse gradients in the places of parameters that have one."""
