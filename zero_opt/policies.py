@@ -199,7 +199,8 @@ class WorkerOffload:
             code in C++; everything that reads DTensors (FSDP2); and torch's functions that tell of no parameter p:
             ``torch.tensor(p)``, ``as_tensor``, ``asarray``, ``sparse_*_tensor``, ``nested_tensor``,
             ``y.new_tensor(p)``, ``torch.Tensor(p)``, ``y.new(p)``, ``y.set_(p)``, ``y.data = p``, ``y.real = p``,
-            ``torch.Tensor.as_subclass(p, ...)``, and a frozen scalar p as a number.
+            ``torch.Tensor.as_subclass(p, ...)``, and a frozen scalar p as a number. The memory shared with the worker
+            has gradients twice then, but under ``AlreadyReduced``: the next ones arrive while the worker reads.
         threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
             with ``delay=1`` or ``speculate``, which leave the other cores to this process.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.

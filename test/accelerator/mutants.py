@@ -209,6 +209,12 @@ MUTANTS: tuple[Mutant, ...] = (
         hidden=True,
     ),
     Mutant(
+        "gradients are copied for the worker before they are reduced",
+        "placement/worker/placement.py",
+        (("torch.no_grad(), shard.bucket.streams.side([], []):", "torch.no_grad():"),),
+        "worker, Overlapped, bfloat16",
+    ),
+    Mutant(
         "state is served before the step is over",
         "state/guard.py",
         (("streams.side([event, *(", "streams.side([*("),),

@@ -58,6 +58,32 @@ def test_steps_begin_during_backward(dtype: torch.dtype) -> None:
     opt.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("delay", [0, 1])
+@forked
+def test_gradients_are_copied_during_backward(delay: int, dtype: torch.dtype) -> None:
+    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
+    offload = zero_opt.WorkerOffload(delay=delay)
+    opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
+    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    placed: Any = opt._engine.placement  # type: ignore[union-attr]
+    for step in range(5):
+        grads = gradients(step, dtype)
+        torch.autograd.backward(ours, [grad.cuda() for grad in grads])
+        torch.cuda.synchronize()
+        for shard in placed._shards.values():
+            assert torch.equal(shard.grads, shard.bucket.shard.cpu())
+            shard.grads.mul_(0.5)  # what step() copied again would not be halved
+        for param, grad in zip(plain, grads, strict=True):
+            param.grad = grad * 0.5
+        opt.step()
+        opt.zero_grad()
+        reference.step()
+    opt.flush()
+    assert all(torch.equal(a.detach().cpu(), b.detach()) for a, b in zip(ours, plain, strict=True))
+    opt.close()
+
+
 @forked
 def test_memory_that_grows_is_locked_anew() -> None:
     opt = zero_opt.ShardedOptimizer(

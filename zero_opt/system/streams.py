@@ -10,9 +10,9 @@ copy.
 
 [Note: the side stream]
 Everything that touches a shard of the gradients before ``step()`` runs on one side stream per device: the collective,
-which waits for the staging copy, then the sum into the shard. So shards need no events of their own, and no stream of
-the user's ever waits for another rank during backward. ``step()`` makes its stream wait for the side stream; the next
-work on the side stream waits for the stream that ``step()`` ran on.
+which waits for the staging copy, then the sum into the shard, then its copy for a worker (see [Note: early copies]). So
+shards need no events of their own, and no stream of the user's ever waits for another rank during backward. ``step()``
+makes its stream wait for the side stream; the next work on the side stream waits for the stream that ``step()`` ran on.
 """
 
 from __future__ import annotations

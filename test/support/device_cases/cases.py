@@ -110,7 +110,7 @@ def _clipping() -> Iterator[Case]:
     for reduction in ("Overlapped", "AtStep", "AlreadyReduced"):
         yield Case(f"clipped before the step, {reduction}", reduction, program=programs.clipped)
         yield Case(f"scaled, {reduction}", reduction, program=programs.scaled, unused=False)
-    for tier in ("masters", "worker"):
+    for tier in ("masters", "worker", "worker, late"):
         yield Case(f"clipped before the step, {tier}", program=programs.clipped, **TIERS[tier])
         yield Case(f"clipped between two backwards, {tier}", program=programs.clipped_between, **TIERS[tier])
     for tier in ("device", "masters", "worker"):
@@ -120,7 +120,10 @@ def _clipping() -> Iterator[Case]:
     # At world size 1 torch's own clip_grad_norm_ takes the norm per device first.
     yield Case("scaled and clipped", program=programs.scaled, clip=0.5, unused=False, several_devices=False)
     yield Case("scaled, fp16 with masters", program=programs.scaled, dtype=FP16, options={"precision": MASTERS})
-    yield Case("scaled, worker", program=programs.scaled, **TIERS["worker"])
+    for tier in ("worker", "worker, late"):
+        yield Case(f"scaled, {tier}", program=programs.scaled, **TIERS[tier])
+        fields = {**TIERS[tier], "program": programs.scaled, "unused": False}
+        yield Case(f"scaled and clipped, {tier}, AtStep", "AtStep", clip=0.5, **fields)
     yield Case("scaled, host", program=programs.scaled, **TIERS["host"])
     yield Case("scaled, DDPHook", "DDPHook", program=programs.scaled, **_UNDER_DDP)
     for value in ("skip", "raise"):
@@ -216,7 +219,8 @@ def _events() -> Iterator[Case]:
     yield Case("edited, host", program=programs.edited, **TIERS["host"])
     yield Case("edited, worker", program=programs.edited, **TIERS["worker"])
     yield Case("groups are added", program=programs.groups_are_added)
-    yield Case("groups are added, host", program=programs.groups_are_added, **TIERS["host"])
+    for tier in ("host", "worker"):
+        yield Case(f"groups are added, {tier}", program=programs.groups_are_added, **TIERS[tier])
     # At world size 1 the wrapped class reads gradients where they are, in its step.
     yield Case("graphs are replayed", program=programs.graph_replays, world_sizes=(2,))
     yield Case("graphs are replayed, host", program=programs.graph_replays, **TIERS["host"])

@@ -104,7 +104,7 @@ def test_whole_pages_of_zeros_locked_as_one(nbytes: int, pages: int, runtime: Ru
     memory = pinned_memory(nbytes, DEVICE)
     assert memory.bytes.dtype is torch.uint8 and memory.bytes.numel() == pages * PAGE
     assert not memory.bytes.any()
-    assert runtime.locked == {memory.bytes.data_ptr(): pages * PAGE}
+    assert runtime.locked == {memory.bytes.data_ptr(): pages * PAGE} and not memory.refused
     memory.release()
     memory.release()
     assert not runtime.locked and runtime.calls == ["register", "unregister"] and not runtime.pending
@@ -122,7 +122,7 @@ def test_what_is_refused_stays_pageable_and_leaves_no_error(runtime: Runtime, ca
     runtime.refuses = 1
     memory = pinned_memory(10 * PAGE, DEVICE)
     assert runtime.calls == ["register", "launch"] and not (runtime.pending or runtime.locked)
-    assert "copies wait" in caplog.text
+    assert "copies wait" in caplog.text and memory.refused
     memory.bytes.fill_(1)
     memory.release()
     assert runtime.calls == ["register", "launch"]
@@ -154,6 +154,7 @@ def test_the_release_waits_for_copies_that_are_not_over(collected: bool, runtime
     over.over = True
     for event in (over, first, None, second):
         memory.used(event)
+    assert memory.under_way == (first, second)
     runtime.calls.clear()
     if collected:
         del memory

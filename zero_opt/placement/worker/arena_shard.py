@@ -43,7 +43,8 @@ class ArenaShard(StateShard):
     Attributes:
         banks: how many banks of state there are. bank: per slice, the number of the one that its state is in.
         grads_in_arena: gradients are reduced into the arena.
-        leaves_early: gradients are reduced on an accelerator, and may be copied to the arena before :meth:`take_grads`.
+        copied_early: gradients are reduced on an accelerator, in the dtype that the worker reads: see
+            [Note: early copies].
         reduced: what has become of the gradient since the last step.
     """
 
@@ -54,7 +55,7 @@ class ArenaShard(StateShard):
         self._stepped_role = "param" if self.splits else "master"
         self.grad_dtype = bucket.shard_dtype if bucket.shard_dtype in GRAD_DTYPES else torch.float32
         self.grads_in_arena = bucket.shard_dtype is self.grad_dtype and is_host(bucket.device)
-        self.leaves_early = bucket.shard_dtype is self.grad_dtype and not is_host(bucket.device)
+        self.copied_early = bucket.shard_dtype is self.grad_dtype and not is_host(bucket.device)
         self.reduced = ReducedGrad()
         self._grad_at = 0  # of a shard on an accelerator: the number of the array that the next step reads
         self.bank = [0] * len(self.pieces)
@@ -71,7 +72,7 @@ class ArenaShard(StateShard):
         wanted |= state_dtypes(self.form, roles)
         if self._has_out:
             wanted["out"] = self.param_dtype
-        grads = grads if self.grads_in_arena or self.leaves_early else 1
+        grads = grads if self.grads_in_arena or self.copied_early else 1
         wanted.update({f"grad{number}": self.grad_dtype for number in range(grads)})
         return {role: dtype for role, dtype in wanted.items() if role not in self._sections}
 
@@ -157,7 +158,7 @@ class ArenaShard(StateShard):
         return "grad1" in self._sections
 
     def copy_reduced(self) -> None:
-        """Copy the shard to the arena, on the accelerator's current stream; see [Note: gradients that leave early]."""
+        """Copy the shard to the arena, on the accelerator's current stream; see [Note: early copies]."""
         self.grads.copy_(self.bucket.shard, non_blocking=True)
 
     def take_grads(self, grads: Sequence[Tensor | None]) -> None:

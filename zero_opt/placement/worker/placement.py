@@ -1,16 +1,17 @@
 """The placement of a shard that lives in an arena and is stepped by a worker.
 
-[Note: gradients that leave early]
+[Note: early copies]
 A shard on an accelerator is copied to the arena as soon as it is reduced, on the side stream, where the reduction was
 enqueued and the next one will be. So the copy reads what was reduced, and the next round is written after it. In
-``step()`` the user's stream waits for the side stream before it reads or writes a shard. The thread that enqueues the
-copy does not wait: where it would, because the runtime has refused to lock the arena's pages, nothing leaves early.
+``step()`` the user's stream waits for the side stream before it reads or writes a shard. The side stream has allocated
+the shard, so the allocator gives its memory to no other stream. The thread that enqueues the copy does not wait: where
+it would, because the runtime has refused to lock the arena's pages, nothing is copied early.
 
 The copy writes to a place that no worker reads: no step is pending, or the shard has a second place for gradients, to
 which it goes over when a step is submitted. An event follows each copy, and a step is submitted after all of them.
 
 At ``step()`` the arena has the gradient unless the shard was written to since (a second backward, zeros) or multiplied
-(clipped, unscaled), of which the bucket tells its reader, or the arena has moved. Then, and where nothing has left
+(clipped, unscaled), of which the bucket tells its reader, or the arena has moved. Then, and where nothing was copied
 early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. Only the last round
 of a step is copied, as far as can be known: as many come first as before the step before.
 """
@@ -119,7 +120,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def _reads(self, shard: ArenaShard) -> bool:
         """Whether the placement has a use for the shard before ``step()``."""
-        return shard.leaves_early
+        return shard.copied_early
 
     def _extend(self, shards: Sequence[ArenaShard]) -> None:
         """Give all arrays a place that have none yet."""
@@ -235,7 +236,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
     def _read(self, shard: ArenaShard) -> None:
         """Read a shard that has been reduced, most likely by the last round of the step."""
         mapped, free = self._mapped, self._pending is None or shard.has_two_places
-        if shard.leaves_early and free and mapped is not None and not mapped.refused:
+        if shard.copied_early and free and mapped is not None and not mapped.refused:
             # What fails is made, or raises its error, in step().
             with suppress(RuntimeError), torch.no_grad(), shard.bucket.streams.side([], []):
                 shard.copy_reduced()

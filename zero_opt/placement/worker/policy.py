@@ -34,7 +34,7 @@ class WorkerPolicy(NativePolicy[WorkerOffload]):
 
     @property
     def _grad_buffers(self) -> int:
-        """How many buffers gradients have: buckets are reduced into one while the worker reads the other."""
+        """How many buffers gradients have: in backward they come to one while the worker reads the other."""
         return 1 if isinstance(self.inputs.reduction, AlreadyReduced) else 1 + self.offload.delay
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
