@@ -11,6 +11,7 @@ The shard lies in one tensor at a time, the bucket's own or one in a worker's ar
 that tensor and nobody writes to it: every writer gets the shard from ``GradBucket._unlent()``, which moves a lent shard
 to another tensor first. A placement lends the shard once it lies in the arena, and reclaims it when the worker is done.
 A draft reads a shard that is not lent: the bucket tells its ``reader`` before it writes, and that voids the draft.
+A shard on an accelerator is never lent: a worker reads a copy, which the same call makes void.
 Under ``AlreadyReduced`` nothing writes to shards, and nothing is drafted: what is stepped is copied to
 ``GradBucket.arena_places()``.
 """

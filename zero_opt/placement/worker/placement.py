@@ -18,10 +18,10 @@ of a step is copied, as far as can be known: as many come first as before the st
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         grad_buffers: int = 1,
     ) -> None:
         super().__init__(kept)
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._grad_buffers = grad_buffers
         self._policy = policy
         self._begun = 0  # steps, those of the loaded state among them
