@@ -16,8 +16,8 @@ A GradScaler multiplies by one over the loss scale, which seldom changes: fp32 g
 by that of the last two steps, and the product is rounded once either way. Speculation is each rank's own: what it
 decides by is either local or the same on all ranks.
 
-The shard of a bucket on an accelerator is copied to the arena at once (see [Note: early copies]); a thread waits for the
-copy, and submits the draft then. ``step()`` waits for copies that are under way.
+The shard of a bucket on an accelerator is copied to the arena at once (see [Note: early copies]); a thread waits for
+it, and submits the draft then. ``step()`` waits for copies that are under way.
 
 Where the last step asked for a norm, the worker sums the squares of a shard before it makes the draft: the norm is then
 the sum of these. What is drafted or not, sums are of use to the step, as long as the shard is what it was. On an
