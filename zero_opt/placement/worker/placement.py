@@ -12,8 +12,8 @@ which it goes over when a step is submitted. An event follows each copy, and a s
 
 At ``step()`` the arena has the gradient unless the shard was written to since (a second backward, zeros) or multiplied
 (clipped, unscaled), of which the bucket tells its reader, or the arena has moved. Then, and where nothing was copied
-early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. Only the last round
-of a step is copied, as far as can be known: as many come first as before the step before.
+early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. Of several rounds
+only the last one is copied early, as far as that is known: the last step tells how many there will be.
 """
 
 from __future__ import annotations
