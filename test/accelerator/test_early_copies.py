@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -140,24 +141,33 @@ def test_the_worker_reads_the_gradients_of_a_pending_step_while_the_next_ones_ar
 
 
 def _changed(rank: int, offload: Any) -> None:
-    """Between backward and step(), what has left is made void in every way."""
+    """Between backward and step(), what was copied is made void in every way."""
     training = Training(rank, offload)
     optimizer = training.optimizer
-    training.step(training.backward(0))
-    training.step([one + two for one, two in zip(training.backward(1), training.backward(2), strict=True)])
-    training.backward(3)
-    optimizer.zero_grad()
-    training.step(training.backward(4))
-    means = training.backward(5)
-    norm = float(optimizer.clip_grad_norm_(1e9))
-    assert norm > 0
     engine: Any = optimizer._engine
-    engine.reduction.scale(torch.tensor(0.25))
-    training.step([mean / 4 for mean in means])
-    means = training.backward(6)
+    steps = count()
+
+    def copied() -> list[float]:
+        """Take a step like others, after which each first backward is copied; return what the next one leaves."""
+        training.step(training.backward(next(steps)))
+        means = training.backward(next(steps))
+        assert all(shard.reduced.copied for shard in training.placement._shards.values())
+        return means
+
+    training.step(training.backward(next(steps)))  # ranks agree on the order of buckets
+    means = copied()
+    training.step([one + two for one, two in zip(means, training.backward(next(steps)), strict=True)])
+    copied()
+    optimizer.zero_grad()
+    training.step(training.backward(next(steps)))
+    means = copied()
+    assert float(optimizer.clip_grad_norm_(1e9)) > 0
+    engine.reduction.scale(torch.tensor(-0.25))
+    training.step([mean / -4 for mean in means])
+    means = copied()
     optimizer.zero_grad(set_to_none=False)
     training.step([0.0 * mean for mean in means])
-    training.step(training.backward(7))
+    training.step(copied())
     training.end()
 
 
