@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -101,11 +101,11 @@ def test_a_version_counter_of_32_bits_may_wrap() -> None:
 def test_autograds_numbers_of_backwards_may_wrap(outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An int32: a reentrant checkpoint may have the lowest of all while what is around it has the highest."""
     now = {"task": outer, "inner": False}
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: now["task"])
+    monkeypatch.setattr(autograd_hooks, "_graph_task", lambda: now["task"])
     monkeypatch.setattr(autograd_hooks, "inside_function", lambda: now["inner"])
     engine = SimpleNamespace(queue_callback=lambda _: None)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
-    passes = autograd_hooks.BackwardPasses()
+    passes = autograd_hooks.BackwardPasses(cast(autograd_hooks.ArrivalHooks, SimpleNamespace(missed=False)))
 
     def begins(number: int, *, inner: bool = False) -> bool:
         now.update(task=(number + 2**31) % 2**32 - 2**31, inner=inner)

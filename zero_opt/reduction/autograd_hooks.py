@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,43 +13,70 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ..errors import ConfigConflict
+from ..errors import ConfigConflict, StepDesync
 from ..sharding.late_params import Unwatched, is_late
 from ..system.frames import inside_function
 from ..system.inference_mode import outside_inference_mode
 
 _in_inference_mode = torch.is_inference_mode_enabled
+_graph_task = torch._C._current_graph_task_id
 
 
 class ArrivalHooks:
     """Hooks that call ``arrived(param index)`` whenever autograd has accumulated into a watched parameter's grad.
 
     The parameters hold the method's object only weakly: the hooks of an optimizer that is gone do nothing.
+
+    [Note: gradients that nobody heard of]
+    Between accumulation and the call an exception may come: of a hook that the user has registered before, or of a
+    signal handler, which Python runs at the first instruction of a function. So a built-in method, in which no handler
+    runs, is the first hook of each parameter: it appends to a list. Every call takes one element away when it is over.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         method: Any = arrived
         self._owner, self._arrived = weakref.ref(method.__self__), method.__func__
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, list[Any]] = {}
+        self._unheard: list[Tensor] = []  # as many as calls have not ended
+
+    @property
+    def missed(self) -> bool:
+        """Whether a gradient has come without a call that ended; false in a backward, where one may be under way."""
+        return bool(self._unheard) and _graph_task() == -1
+
+    def forget_missed(self) -> None:
+        """Forget gradients that came without a call: they are void."""
+        self._unheard.clear()
 
     def watch(self, index: int, param: Tensor) -> None:
         """Hook ``param``, unless it is hooked already."""
         if index in self._handles:
             return
         kind = None if is_late(param) else type(param)
-        hook, frozen = partial(_announce, self._owner, self._arrived, index, kind), not param.requires_grad
+        hook = partial(_announce, self._owner, self._arrived, self._unheard, index, kind)
+        frozen = not param.requires_grad
         # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
-            self._handles[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles[index] = _registered(param, self._unheard.append, hook)
         finally:
             param.requires_grad_(not frozen)
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        for handle in itertools.chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
+
+
+def _registered(param: Any, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> list[Any]:
+    """Register a hook before those that the parameter has, and one behind them; return their handles."""
+    before = [*(param._post_accumulate_grad_hooks or {}).items()]
+    handles = [param.register_post_accumulate_grad_hook(first)]
+    for key, hook in before:  # torch calls them in the order in which they were put in
+        del param._post_accumulate_grad_hooks[key]
+        param._post_accumulate_grad_hooks[key] = hook
+    return [*handles, param.register_post_accumulate_grad_hook(last)]
 
 
 def untraced(function: Any) -> Any:
@@ -65,12 +93,17 @@ def untraced(function: Any) -> Any:
 
 @untraced  # a backward inside torch.compile would trace it
 def _announce(
-    owner: weakref.ReferenceType[Any], arrived: Callable[[Any, int], None], index: int, kind: type | None, param: Tensor
+    owner: weakref.ReferenceType[Any],
+    arrived: Callable[[Any, int], None],
+    unheard: list[Tensor],
+    index: int,
+    kind: type | None,
+    param: Tensor,
 ) -> None:
     there = owner()
     if there is None:
-        return
-    if type(param) is kind and not _in_inference_mode():  # as nearly always, where each call is a tenth of the hook
+        pass
+    elif type(param) is kind and not _in_inference_mode():  # as nearly always, where each call is a tenth of the hook
         arrived(there, index)
     elif is_late(param):
         with Unwatched(), outside_inference_mode():
@@ -78,6 +111,15 @@ def _announce(
     else:
         with outside_inference_mode():
             arrived(there, index)
+    del unheard[-1:]
+
+
+def ended_in_exception(remedy: str) -> StepDesync:
+    """Return the error of a step after a backward that has raised."""
+    return StepDesync(
+        f"a backward ended in an exception; {remedy}. One that is still running in another thread is reported the same "
+        "way: call step() after it ends"
+    )
 
 
 # In the place of the number of a pass that compiled autograd runs.
@@ -92,8 +134,8 @@ class BackwardPasses:
     around inner graphs shows only when that has an arrival of its own: then its number is lower than theirs.
     """
 
-    def __init__(self) -> None:
-        self._task = -1
+    def __init__(self, hooks: ArrivalHooks) -> None:
+        self._hooks, self._task = hooks, -1
         self._first_inner: int | None = None
         self._unfinished: set[int] = set()
 
@@ -103,7 +145,7 @@ class BackwardPasses:
         Raises:
             ConfigConflict: compiled autograd runs it.
         """
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         if task == self._task:
             return False
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
@@ -124,9 +166,10 @@ class BackwardPasses:
         return inner is None or 0 < (task - inner) % (1 << 32) < 1 << 31
 
     def broken(self) -> bool:
-        """Return whether a pass with an arrival has ended in an exception since :meth:`forget`."""
-        return bool(self._unfinished - {torch._C._current_graph_task_id()})
+        """Return whether a pass that has brought a gradient has ended in an exception since :meth:`forget`."""
+        return bool(self._unfinished - {_graph_task()}) or self._hooks.missed
 
     def forget(self) -> None:
         """Forget passes that have ended in an exception: what has arrived is void."""
         self._unfinished.clear()
+        self._hooks.forget_missed()

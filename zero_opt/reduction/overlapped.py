@@ -35,7 +35,7 @@ from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
-from .autograd_hooks import ArrivalHooks, BackwardPasses
+from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
 from .consumed_grad import ConsumedGrad, consumed_conflict, not_held_here
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
@@ -61,7 +61,7 @@ class OverlappedReduction(GradReduction):
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
         self._hooks = ArrivalHooks(self._arrived)
-        self._passes = BackwardPasses()
+        self._passes = BackwardPasses(self._hooks)
         self._squares: list[ShardSquares] = []
         self._matching = RoundMatching(parts)
         self._lock = threading.RLock()
@@ -299,10 +299,7 @@ class OverlappedReduction(GradReduction):
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:  # noqa: ARG002
         if self._passes.broken():
-            error = error or StepDesync(
-                f"a backward ended in an exception; {self._after_exception}. One that is still running in another "
-                "thread is reported the same way: call step() after it ends"
-            )
+            error = error or ended_in_exception(self._after_exception)
         if self._spoiled:
             error = error or StepDesync(
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"

@@ -118,14 +118,32 @@ def test_a_rank_that_did_not_call_zero_grad_is_told_so_and_can_go_on() -> None:
         assert "rank 1 has called zero_grad() 1 times and rank 0 0 times" in message
 
 
-def _step_after_failure(rank: int, world_size: int, who: tuple[int, ...], in_no_sync: bool) -> list[Tensor]:
+class Tripped:
+    """A hook of the user's that raises at the first gradient after it was armed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.armed = False
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, param: Tensor) -> None:
+        if self.armed:
+            self.armed = False
+            raise Failure("at the first gradient")
+
+
+def _step_after_failure(
+    rank: int, world_size: int, who: tuple[int, ...], in_no_sync: bool, in_hook: bool
+) -> list[Tensor]:
     """Ranks step although the backward of some has failed: a part of the gradient is missing."""
     model = _model()
+    tripped = Tripped(model)
     optimizer = _optimizer(model)
     before = [param.detach().clone() for param in model.parameters()]
     if who:
         with contextlib.suppress(Failure), optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
-            _loss(model, 0, rank, armed=rank in who).backward()
+            tripped.armed = in_hook and rank in who
+            _loss(model, 0, rank, armed=rank in who and not in_hook).backward()
         if in_no_sync:  # what is missing was not to be sent, but added to what this one sends
             _loss(model, 0, rank, armed=False).backward()
         with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
@@ -140,11 +158,12 @@ def _step_after_failure(rank: int, world_size: int, who: tuple[int, ...], in_no_
     return [param.detach() for param in model.parameters()]
 
 
+@pytest.mark.parametrize("in_hook", [False, True])
 @pytest.mark.parametrize("in_no_sync", [False, True])
 @pytest.mark.parametrize("who", [(1,), (0, 1)])
-def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in_no_sync: bool) -> None:
-    failed = run_processes(2, _step_after_failure, who, in_no_sync)
-    for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False), strict=True):
+def test_a_step_after_a_failure_is_refused_on_all_ranks(who: tuple[int, ...], in_no_sync: bool, in_hook: bool) -> None:
+    failed = run_processes(2, _step_after_failure, who, in_no_sync, in_hook)
+    for ours, good in zip(failed, run_processes(2, _step_after_failure, (), False, False), strict=True):
         assert_bitwise(ours, good)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from zero_opt.reduction import autograd_hooks
 from zero_opt.reduction.autograd_hooks import ArrivalHooks, BackwardPasses
 
 
@@ -20,8 +22,8 @@ class Listener:
     def __init__(self, params: list[Parameter]) -> None:
         self.arrived: list[int] = []
         self.began: list[int] = []
-        self.passes = BackwardPasses()
         self.hooks = ArrivalHooks(self.note)
+        self.passes = BackwardPasses(self.hooks)
         for index, param in enumerate(params):
             self.hooks.watch(index, param)
 
@@ -174,3 +176,67 @@ def test_a_pass_that_ends_in_an_exception_is_known_until_forgotten() -> None:
     assert listener.passes.broken()
     listener.passes.forget()
     assert not listener.passes.broken()
+
+
+def _raises_once() -> Callable[..., None]:
+    """Return a hook whose first call raises."""
+    calls = iter([True])
+
+    def hook(*_: object) -> None:
+        if next(calls, False):
+            raise KeyboardInterrupt
+
+    return hook
+
+
+def test_a_gradient_is_missed_if_an_earlier_hook_of_the_users_raises() -> None:
+    watched, order = params(), list[str]()
+    for param in watched:
+        param.register_post_accumulate_grad_hook(_raises_once())
+        param.register_post_accumulate_grad_hook(lambda _: order.append("user"))
+    listener = Listener(watched)
+    for param in watched:
+        param.register_post_accumulate_grad_hook(lambda _: order.append(f"{len(listener.arrived)} arrived"))
+    for _ in watched:  # each raises at its first gradient
+        with pytest.raises(KeyboardInterrupt):
+            product(watched).backward()
+        assert listener.passes.broken()
+    listener.passes.forget()
+    assert not listener.passes.broken()
+    order.clear()
+    listener.arrived.clear()
+    product(watched).backward()
+    assert order == ["user", "1 arrived", "user", "2 arrived", "user", "3 arrived"]
+    assert not listener.passes.broken()
+
+
+def test_a_gradient_is_missed_if_a_signal_handler_raises_in_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the hook's first instruction, where Python runs handlers of signals that came in native code."""
+    watched, announce, interrupt = params(), autograd_hooks._announce, _raises_once()
+
+    def interrupted(*args: Any) -> None:
+        interrupt()
+        announce(*args)
+
+    monkeypatch.setattr(autograd_hooks, "_announce", interrupted)
+    listener = Listener(watched)
+    with pytest.raises(KeyboardInterrupt):
+        product(watched).backward()
+    assert listener.arrived == []
+    assert listener.passes.broken()
+    product(watched).backward()
+    assert len(listener.arrived) == 3
+    assert listener.passes.broken(), "a whole backward was added to what came before"
+    listener.passes.forget()
+    product(watched).backward()
+    assert not listener.passes.broken()
+
+
+def test_a_missed_gradient_of_another_thread_is_not_forgotten() -> None:
+    """Threads of autograd may be between a gradient and its call at the same time."""
+    watched = params(1)
+    listener = Listener(watched)
+    hooks = [*watched[0]._post_accumulate_grad_hooks.values()]  # type: ignore[attr-defined]
+    hooks[0](watched[0])  # its thread raises before the call
+    product(watched).backward()
+    assert listener.passes.broken()

@@ -131,7 +131,7 @@ class DTensorEngine(ShardedEngine):
         self._mesh.forget()
         self._follow()
         try:
-            return super().reduce(clip_to, unscale_by=unscale_by, absent=absent, error=error)
+            return super().reduce(clip_to, unscale_by=unscale_by, absent=absent, error=error or self._view.missed())
         finally:
             self._view.show_consumed()
 

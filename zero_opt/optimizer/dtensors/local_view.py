@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import StepDesync
 from ...placement import ParamState, ReadThrough
-from ...reduction.autograd_hooks import ArrivalHooks
+from ...reduction.autograd_hooks import ArrivalHooks, ended_in_exception
 from ...reduction.consumed_grad import ConsumedGrad
 from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
@@ -303,6 +304,10 @@ class LocalView:
     def follow_dropped(self) -> None:
         """Take over that the user has dropped gradients, if any are kept between steps. Waits for no rank."""
 
+    def missed(self) -> StepDesync | None:
+        """Return the error of a step if a gradient has come in backward that was not handed over."""
+        return None
+
     def show_consumed(self) -> None:
         """Let the user's gradients be consumed where the plain ones are, if any can be."""
 
@@ -347,7 +352,11 @@ class StreamedView(LocalView):
     def _arrived(self, number: int) -> None:
         self._hooked[number].hand_over()
 
+    def missed(self) -> StepDesync | None:
+        return ended_in_exception("call zero_grad() on every rank and repeat it") if self._hooks.missed else None
+
     def follow_dropped(self) -> None:
+        self._hooks.forget_missed()
         for twin in self._hooked:
             twin.follow_dropped()
 

@@ -172,3 +172,33 @@ def _consumed(rank: int, world_size: int) -> None:
 
 def test_gradients_are_consumed_as_those_of_plain_parameters() -> None:
     run_processes(2, _consumed)
+
+
+def _raises_at_its_first_gradient(rank: int, world_size: int) -> None:
+    net = sharded(mesh_of((1,)))
+
+    def trip(_: Tensor) -> None:
+        raise KeyError("of the user's")
+
+    trained = [param for param in net.parameters() if param.requires_grad]
+    handles = [param.register_post_accumulate_grad_hook(trip) for param in trained]
+    optimizer = ours(net, offload=SPECULATING, reduction=SMALL)
+    before = locals_of(net.parameters())
+    with pytest.raises(KeyError):
+        backward(net, 0, rank)
+    for module in (net.down, net.up, net):
+        module.reshard()  # type: ignore[operator]
+    with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
+        optimizer.step()
+    assert_bitwise(locals_of(net.parameters()), before)
+    optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+    for param in trained:  # FSDP2 itself does not go on after an exception
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_backward_that_raises_before_its_first_gradient_is_handed_over_is_no_step() -> None:
+    run_processes(1, _raises_at_its_first_gradient)
