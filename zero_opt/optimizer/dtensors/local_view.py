@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from operator import attrgetter, is_, itemgetter, ne
+from operator import is_, itemgetter, ne
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
 
-_requires_grad = attrgetter("requires_grad")
 _first, _second = itemgetter(0), itemgetter(1)
 
 
@@ -97,7 +96,7 @@ def _note(twins: Sequence[_Twin]) -> None:
 
 def _kinds(params: Sequence[Tensor]) -> tuple[list[bool], list[torch.dtype | None]]:
     """Return what plain parameters have of the user's, but for their memory."""
-    return [*map(_requires_grad, params)], grad_dtypes_of(params)
+    return [param.requires_grad for param in params], grad_dtypes_of(params)
 
 
 class PlainGroup(UserDict[str, Any]):
