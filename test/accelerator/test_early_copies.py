@@ -176,6 +176,72 @@ def test_gradients_that_change_after_they_have_left(offload: Any) -> None:
     on_one_and_two(lambda rank: _changed(rank, offload))
 
 
+def _all_copied(training: Training) -> bool:
+    copied = {shard.reduced.copied for shard in training.placement._shards.values()}
+    assert len(copied) == 1
+    return copied.pop()
+
+
+def _multiplied(rank: int) -> None:
+    training = Training(rank)
+    engine: Any = training.optimizer._engine
+    for step in range(STEPS):
+        means = training.backward(step)
+        assert step < 2 or not _all_copied(training)
+        training.optimizer.clip_grad_norm_(1e9)  # gradients are reduced, and not changed
+        engine.reduction.scale(torch.tensor(-0.25))
+        training.step([mean / -4 for mean in means])
+    for step in range(STEPS, STEPS + 2):
+        means = training.backward(step)
+        assert _all_copied(training) == (step > STEPS)
+        training.step(means)
+    training.end()
+
+
+def test_gradients_leave_in_the_step_where_those_of_the_last_one_were_multiplied() -> None:
+    on_one_and_two(_multiplied)
+
+
+def _interrupted(rank: int, offload: Any) -> None:
+    """Copies count for a step that fails at first, or comes after the state has left the device and is back."""
+    training = Training(rank, offload)
+    optimizer = training.optimizer
+    group = optimizer.param_groups[0]
+    for step in range(STEPS):
+        means = training.backward(step)
+        assert step < 2 or _all_copied(training)
+        lr, group["lr"] = group["lr"], "much"
+        with pytest.raises(zero_opt.errors.ConfigTypeError):
+            optimizer.step()
+        group["lr"] = lr
+        optimizer.offload_state()
+        optimizer.reload_state()
+        training.step(means)
+        optimizer.offload_state()
+        optimizer.reload_state()
+    training.end()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS[:2], ids=["now", "late"])
+def test_a_step_that_fails_and_is_repeated(offload: Any) -> None:
+    on_one_and_two(lambda rank: _interrupted(rank, offload))
+
+
+def _killed(rank: int) -> None:
+    training = Training(rank)
+    for step in range(2 * STEPS):
+        means = training.backward(step)
+        if step % 3 == 2:
+            assert _all_copied(training)
+            os.kill(training.placement._worker._handles.child.pid, signal.SIGKILL)
+        training.step(means)
+    training.end()
+
+
+def test_a_worker_that_is_killed_while_a_step_is_pending_and_gradients_have_left() -> None:
+    on_one_and_two(_killed)
+
+
 def _arena_moves(rank: int) -> None:
     training = Training(rank)
     training.step(training.backward(0))
@@ -251,9 +317,11 @@ def test_of_several_backwards_the_last_one_leaves() -> None:
 
 def _closed_at_once(rank: int) -> None:
     training = Training(rank)
-    training.step(training.backward(0))
+    for step in range(2):
+        training.step(training.backward(step))
     C.delays(0, 20000, 0, 1)
-    training.backward(1)
+    training.backward(2)
+    assert not all(event.query() for event in training.placement._copies)
     training.optimizer.close()
     C.delays(0, 0, 0, 0)
     C.synchronize()

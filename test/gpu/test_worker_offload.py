@@ -14,15 +14,21 @@ from test.support.failures import PATIENCE_S
 from zero_opt.system.waiting import until
 
 
+def _beside_reference(
+    dtype: torch.dtype, offload: zero_opt.WorkerOffload
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter], zero_opt.ShardedOptimizer, torch.optim.Optimizer]:
+    """Parameters on the GPU and the same on the CPU, and an optimizer of each."""
+    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
+    opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
+    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    return ours, plain, opt, reference
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delay", [0, 1])
 @forked
 def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
-    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
-    opt = zero_opt.ShardedOptimizer(
-        ours, torch.optim.AdamW, offload=zero_opt.WorkerOffload(delay=delay), lr=0.01, fused=True
-    )
-    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    ours, plain, opt, reference = _beside_reference(dtype, zero_opt.WorkerOffload(delay=delay))
     for step in range(10):
         grads = gradients(step, dtype)
         torch.autograd.backward(ours, [grad.cuda() for grad in grads])
@@ -39,10 +45,7 @@ def test_bits_of_cpu_adamw(delay: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @forked
 def test_steps_begin_during_backward(dtype: torch.dtype) -> None:
-    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
-    offload = zero_opt.WorkerOffload(speculate=True)
-    opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
-    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    ours, plain, opt, reference = _beside_reference(dtype, zero_opt.WorkerOffload(speculate=True))
     placed: Any = opt._engine.placement  # type: ignore[union-attr]
     for step in range(5):
         grads = gradients(step, dtype)
@@ -62,10 +65,7 @@ def test_steps_begin_during_backward(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 @forked
 def test_gradients_are_copied_during_backward(delay: int, dtype: torch.dtype) -> None:
-    ours, plain = params_on("cuda", dtype), params_on("cpu", dtype)
-    offload = zero_opt.WorkerOffload(delay=delay)
-    opt = zero_opt.ShardedOptimizer(ours, torch.optim.AdamW, offload=offload, lr=0.01, fused=True)
-    reference = zero_opt.CPUAdamW(plain, lr=0.01, state=zero_opt.AdamState(master="float32"))
+    ours, plain, opt, reference = _beside_reference(dtype, zero_opt.WorkerOffload(delay=delay))
     placed: Any = opt._engine.placement  # type: ignore[union-attr]
     for step in range(5):
         grads = gradients(step, dtype)

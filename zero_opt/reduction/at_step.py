@@ -15,6 +15,7 @@ from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, OutOfResources, StepDesync, ZeroOptError
 from ..layout import indices_of
+from ..sharding.buckets import scale_shards
 from ..system.devices import has_streams
 from ..system.inference_mode import version_of
 from .consumed_grad import consumed_conflict
@@ -218,9 +219,7 @@ class AtStepReduction(GradReduction):
     def _scale_reduced(self, factor: Tensor) -> None:
         """Follow what has multiplied every gradient since it was reduced."""
         used = indices_of(self._used)
-        for bucket in self._partition.buckets:
-            if bucket.layout.params_in(used):
-                bucket.scale(factor)
+        scale_shards([bucket for bucket in self._partition.buckets if bucket.layout.params_in(used)], factor)
         if self._with_sparse:
             self._sparse.scale(factor)
         self._note_scaled()

@@ -32,7 +32,7 @@ from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
 from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
 from ..layout import indices_of
-from ..sharding.buckets import Fill, GradBucket
+from ..sharding.buckets import Fill, GradBucket, scale_shards
 from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
@@ -227,7 +227,7 @@ class OverlappedReduction(GradReduction):
         for bucket in self._partition.buckets:
             if bucket.shard_nbytes:
                 with torch.no_grad(), bucket.streams.side([], []):
-                    bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST))
+                    bucket.scale(torch.tensor(factor, dtype=torch.float32, device=HOST), factor)
 
     def _start_afresh(self, dropped: Collection[int]) -> None:
         """Let the next gradients of these start afresh, whose ``p.grad`` the user has dropped."""
@@ -459,9 +459,7 @@ class OverlappedReduction(GradReduction):
     # -- what ConsumedGrad asks for -----------------------------------------------------------------------------------
 
     def scale(self, factor: Tensor) -> None:
-        for bucket in self._partition.buckets:
-            if bucket.shard_nbytes:
-                bucket.scale(factor)
+        scale_shards([bucket for bucket in self._partition.buckets if bucket.shard_nbytes], factor)
 
     def zero_consumed(self, param: int) -> None:
         place = self._places[param]

@@ -11,7 +11,7 @@ The shard lies in one tensor at a time, the bucket's own or one in a worker's ar
 that tensor and nobody writes to it: every writer gets the shard from ``GradBucket._unlent()``, which moves a lent shard
 to another tensor first. A placement lends the shard once it lies in the arena, and reclaims it when the worker is done.
 A draft reads a shard that is not lent: the bucket tells its ``reader`` before it writes, and that voids the draft.
-A shard on an accelerator is never lent: a worker reads a copy, which the same call makes void.
+A shard on an accelerator is never lent: a worker reads a copy, which a write to the shard makes void.
 Under ``AlreadyReduced`` nothing writes to shards, and nothing is drafted: what is stepped is copied to
 ``GradBucket.arena_places()``.
 """
@@ -280,12 +280,16 @@ class GradBucket:
                 self.shard.copy_(before)
         return self.shard
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the shard by a 0-dim tensor, in place."""
-        if self.reader is not None:
-            if float(factor) == 1.0:
+    def scale(self, factor: Tensor, value: float | None) -> None:
+        """Multiply the shard by a 0-dim tensor, in place; see :func:`scale_shards`.
+
+        Args:
+            value: the factor's; may be ``None`` if the bucket has no :attr:`reader`.
+        """
+        if self.reader is not None and value is not None:
+            if value == 1.0:
                 return
-            self.reader.scales(self, float(factor))
+            self.reader.scales(self, value)
         self._unlent(keep=True).mul_(factor.to(self.device))
 
     def squares(self) -> Sequence[Tensor | None]:
@@ -455,6 +459,16 @@ class GradBucket:
                 self.shard[run] += mean[run]
             else:
                 self.shard[run] = mean[run]
+
+
+def scale_shards(buckets: Sequence[GradBucket], factor: Tensor) -> None:
+    """Multiply the shards by a 0-dim tensor, in place.
+
+    Waits once for an accelerator that has the factor if any bucket has a reader.
+    """
+    value = float(factor) if any(bucket.reader is not None for bucket in buckets) else None
+    for bucket in buckets:
+        bucket.scale(factor, value)
 
 
 def number_pieces(buckets: Iterable[GradBucket]) -> None:

@@ -32,6 +32,7 @@ class HostMemory:
     Attributes:
         bytes: the memory, uint8.
         refused: whether the runtime has refused to lock it, so that a thread which asks for a copy is held up by it.
+            ``False`` too where the runtime offers no such call.
 
     Args:
         memory: whole pages, from the start of a page on, unless the device is the host.

@@ -59,8 +59,19 @@ def test_what_is_saved_of_complex_parameters_is_loaded(name: str, world_size: in
     run_threads(world_size, _resumed, name, offload, expected)
 
 
-@pytest.mark.parametrize("bad", [torch.ones(3), torch.ones(2, dtype=torch.complex64)], ids=["real", "shape"])
-def test_a_maximum_that_is_not_of_a_complex_parameter_is_refused(bad: torch.Tensor) -> None:
+_BAD_MAXIMA = {
+    "real": torch.ones(3),
+    "shape": torch.ones(2, dtype=torch.complex64),
+    "one element": torch.ones(1, dtype=torch.complex64),
+    "no dimension": torch.ones((), dtype=torch.complex64),
+    "integers": torch.ones(3, dtype=torch.int64),
+    "number": 2.0,
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("bad", _BAD_MAXIMA.values(), ids=_BAD_MAXIMA)
+def test_a_maximum_that_is_not_of_a_complex_parameter_is_refused(bad: Any) -> None:
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     opt = zero_opt.ShardedOptimizer([param], torch.optim.Adam, amsgrad=True, offload=zero_opt.CPUOffload())
     param.grad = torch.ones_like(param)

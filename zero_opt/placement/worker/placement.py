@@ -5,15 +5,16 @@ A shard on an accelerator is copied to the arena as soon as it is reduced, on th
 enqueued and the next one will be. So the copy reads what was reduced, and the next round is written after it. In
 ``step()`` the user's stream waits for the side stream before it reads or writes a shard. The side stream has allocated
 the shard, so the allocator gives its memory to no other stream. The thread that enqueues the copy does not wait: where
-it would, because the runtime has refused to lock the arena's pages, nothing is copied early.
+it would, because the runtime has refused to lock the arena's pages, nothing is copied early. Of devices whose runtime
+is never asked, it is not known.
 
 The copy writes to a place that no worker reads: no step is pending, or the shard has a second place for gradients, to
 which it goes over when a step is submitted. An event follows each copy, and a step is submitted after all of them.
 
 At ``step()`` the arena has the gradient unless the shard was written to since (a second backward, zeros) or multiplied
 (clipped, unscaled), of which the bucket tells its reader, or the arena has moved. Then, and where nothing was copied
-early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. Of several rounds
-only the last one is copied early, as far as that is known: the last step tells how many there will be.
+early, ``step()`` copies. A clip factor within the step (``max_grad_norm``) multiplies nothing here. The last step tells
+what to expect: of several rounds only the last one is copied early, and nothing is where gradients will be multiplied.
 """
 
 from __future__ import annotations
@@ -197,13 +198,17 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         state, versions = self._marked
         return versions_of(state) != versions or any(shard.holds_edits() for shard in self._shards.values())
 
-    def close(self) -> None:
+    def _stop_reading(self) -> None:
+        """Read no more of shards, for good."""
         with suppress(WorkerFailed):  # in a forked child, a thread that it does not have may hold the lock
             self.require_not_forked()
             with self._lock:
                 for shard in filter(self._reads, self._shards.values()):
                     shard.bucket.reader = None
                 self._void()
+
+    def close(self) -> None:
+        self._stop_reading()
         try:
             self.wait()
         except ZeroOptError as error:
@@ -235,6 +240,11 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
 
     def _read(self, shard: ArenaShard) -> None:
         """Read a shard that has been reduced, most likely by the last round of the step."""
+        if not shard.reduced.multiplied_before:
+            self._copy(shard)
+
+    def _copy(self, shard: ArenaShard) -> None:
+        """Copy the shard to the arena if it is on an accelerator and that holds up nobody; see [Note: early copies]."""
         mapped, free = self._mapped, self._pending is None or shard.has_two_places
         if shard.copied_early and free and mapped is not None and not mapped.refused:
             # What fails is made, or raises its error, in step().

@@ -10,12 +10,13 @@ class ReducedGrad:
         writes: how often the shard was written to; as long as it is the same, the gradient is, but for ``factors``.
         factors: what the shard has been multiplied by since it was reduced.
         copied: whether the arena has a copy of what was reduced, without these factors.
+        multiplied_before: whether the last step's gradient was multiplied.
     """
 
     def __init__(self) -> None:
         self.writes = 0
         self.factors: list[float] = []
-        self.copied = False
+        self.copied = self.multiplied_before = False
         self._rounds, self._rounds_before = 0, 1  # since the last step, and before that
 
     def note_write(self) -> None:
@@ -34,6 +35,6 @@ class ReducedGrad:
         return self.copied and not self.factors
 
     def end_step(self) -> None:
-        """A step is taken: the next gradient is another one."""
-        self.copied = False
+        """A step is taken: the next gradient is another one, and :meth:`note_round` tells when it has come."""
+        self.copied, self.multiplied_before = False, bool(self.factors)
         self._rounds_before, self._rounds = self._rounds or self._rounds_before, 0

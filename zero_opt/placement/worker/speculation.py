@@ -147,9 +147,9 @@ class SpeculativePlacement(WorkerPlacement):
     def _reads(self, shard: ArenaShard) -> bool:  # noqa: ARG002
         return True
 
-    def close(self) -> None:
-        self._waits.close()
-        super().close()
+    def _stop_reading(self) -> None:
+        super()._stop_reading()
+        self._waits.close()  # nobody submits to it any more
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class SpeculativePlacement(WorkerPlacement):
         """Draft the bucket's step, unless that is likely to be in vain."""
         if self._pending is not None:
             return
-        super()._read(shard)
+        self._copy(shard)
         if shard.reduced.copied and self._may(shard):
             with suppress(OutOfResources):  # of threads: the step is not drafted
                 self._waits.submit(self._draft_arrived, shard, shard.reduced.writes, self._copies)
