@@ -40,7 +40,7 @@ from .consumed_grad import ConsumedGrad, consumed_conflict, not_held_here
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
-from .round_matching import RoundMatching
+from .round_matching import RoundMatching, order_digest, require_same_order
 from .shard_squares import ShardSquares
 
 _STRIDED, _graph_task = torch.strided, torch._C._current_graph_task_id
@@ -315,7 +315,7 @@ class OverlappedReduction(GradReduction):
             self._open_round()
         self._launch_all()
         self._collecting, self._planned_in_step = True, False
-        restarted, sample = self._sums.restarted, self._sums.digest()
+        restarted, sample = self._sums.restarted, order_digest(self._active) + self._sums.digest()
         return OwnRounds(self._rounds, error, restarted, self._matching.abandoned, sample)
 
     def disagreed(self) -> None:
@@ -323,6 +323,7 @@ class OverlappedReduction(GradReduction):
         self._spoiled = True
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
+        require_same_order(agreed)
         self._parts.reduce_zeros(self._matching.missing(agreed, self._active))
         self._futures += self._matching.launch_held()
         require_same_restarts(agreed, self._sums, self._parts)

@@ -13,15 +13,40 @@ or a backward early launches fewer. Three rules keep the pairs right, and none o
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from ..comm.agreement import StepAgreement
-from ..errors import StepDesync
+from ..errors import RankMismatch, StepDesync
 from ..sharding.buckets import GradBucket
 from .interface import ReductionParts
 
 Launch = Callable[[], Future[bool]]
+# How much of a report's sample an :func:`order_digest` takes, at its beginning.
+_DIGEST_NBYTES = 4
+
+
+def order_digest(order: Sequence[int]) -> bytes:
+    """Return what is equal on ranks that launch the same buckets in the same order."""
+    return zlib.crc32(array("q", order)).to_bytes(_DIGEST_NBYTES, "little")
+
+
+def require_same_order(agreed: StepAgreement) -> None:
+    """Raise RankMismatch, on every rank, if the samples that ranks have sent begin with unequal digests.
+
+    That every rank exchanges the same buckets follows from what ranks have agreed on before. If it ever did not, their
+    sums would be of different parameters.
+    """
+    first, *others = [report.sample[:_DIGEST_NBYTES] for report in agreed.reports]
+    for rank, digest in enumerate(others, 1):
+        if digest != first:
+            raise RankMismatch(
+                f"rank {rank} exchanges other gradient buckets than rank 0, or in another order, which is a fault of "
+                "zero_opt: please report it; the step was not taken; to go on, load a checkpoint into a new optimizer, "
+                "with reduction=zero_opt.AtStep(), whose order is the plan's"
+            )
 
 
 class RoundMatching:

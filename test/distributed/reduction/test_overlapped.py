@@ -170,3 +170,30 @@ def _dropped_at_different_times(rank: int, world_size: int) -> bool:
 
 def test_dropped_rounds_are_exchanged_to_their_end() -> None:
     assert all(run_processes(2, _dropped_at_different_times))
+
+
+def _ordered_otherwise(rank: int, world_size: int, exchange: str, cut: bool) -> str:
+    """The error of a step in which the last rank exchanges buckets of the same sizes in another order, or fewer."""
+    params = [nn.Parameter(torch.full((64,), float(i))) for i in range(3)]
+    policy = zero_opt.Overlapped(64 * 4 / 2**20, exchange=exchange)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, reduction=policy)
+    for _ in range(2):
+        sum(param.square().sum() for param in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [param.detach().clone() for param in params]
+    reduction: Any = optimizer._engine.reduction  # type: ignore[union-attr]
+    if rank == world_size - 1:
+        reduction._active = reduction._active[:-1] if cut else reduction._active[::-1]
+    sum(param.square().sum() for param in params).backward()
+    with pytest.raises(zero_opt.RankMismatch) as raised:
+        optimizer.step()
+    assert_bitwise([param.detach() for param in params], before)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["in another order", "fewer"])
+@pytest.mark.parametrize("exchange", ["auto", "backend"])
+def test_ranks_that_exchange_other_buckets_take_no_step(exchange: str, cut: bool) -> None:
+    for said in run_processes(3, _ordered_otherwise, exchange, cut):
+        assert said.startswith("rank 2 exchanges other gradient buckets than rank 0, or in another order")
