@@ -221,32 +221,29 @@ class Agreement:
         counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
         return {index: by_rank for index, by_rank in counts.items() if len(set(by_rank)) > 1}
 
-    def require_same_values(self, uneven: Mapping[int, Sequence[int]], params: Sequence[Tensor]) -> None:
-        """Require equal values of parameters that the ranks have not written to equally often. Collective.
+    def require_same_values(self, written: Mapping[int, Sequence[int]], params: Sequence[Tensor]) -> None:
+        """Require equal values of parameters that ranks have written to. Collective.
 
         The values may be equal all the same: where one rank loads a checkpoint, and it or DDP sends the values to the
         other ranks through ``.data``, only the first rank's version counters rise.
 
         Args:
-            uneven: what :meth:`uneven_edits` returns. params: all parameters of the optimizer.
+            written: what :meth:`uneven_edits` returns, or by parameter nothing, if every rank has written to it equally
+                often. params: all parameters of the optimizer.
 
         Raises:
             RankMismatch: on every rank, naming parameters that differ, and the ranks that wrote to them.
         """
         with self.together():
-            digests = json.dumps([value_digest(params[index]) for index in uneven]).encode()
+            digests = json.dumps([value_digest(params[index]) for index in written]).encode()
         digests_by_rank = [json.loads(raw) for raw in self.group.all_gather_bytes(digests)]
-        apart = [index for index, *others in zip(uneven, *digests_by_rank, strict=True) if len(set(others)) > 1]
+        apart = [index for index, *others in zip(written, *digests_by_rank, strict=True) if len(set(others)) > 1]
         if not apart:
             return
-        by_rank = uneven[apart[0]]
-        least, most = min(by_rank), max(by_rank)
-        where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
-        where += " alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}"
         raise RankMismatch(
             f"values of {self._named(apart)} differ between ranks: since the last step they were written to on "
-            f"{where}; call zero_opt.broadcast_params(model) on every rank and repeat the step; call "
-            "load_state_dict(), and whatever else writes to parameters, on every rank"
+            f"{_writers(written[apart[0]])}; call zero_opt.broadcast_params(model) on every rank and repeat the step; "
+            "call load_state_dict(), and whatever else writes to parameters, on every rank, with equal values"
         )
 
     def require_dropped_alike(self, dropped: Collection[int], kept: Collection[int]) -> None:
@@ -358,6 +355,15 @@ class Agreement:
     def _digests(self, mine: bytes) -> list[bytes]:
         """Return all ranks' digests."""
         return [tensor_bytes(other) for other in self.group.all_gather(bytes_tensor(mine))]
+
+
+def _writers(by_rank: Sequence[int]) -> str:
+    """Say which ranks have written to a parameter, by how often each has, or by nothing, if all have equally often."""
+    if not by_rank:
+        return "every rank, as by noise without a common seed, or in the forward of nn.Embedding(max_norm=...)"
+    least, most = min(by_rank), max(by_rank)
+    where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
+    return where + (" alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}")
 
 
 def _require_same_call(first: StepReport, its_rank: int, report: StepReport, rank: int) -> None:

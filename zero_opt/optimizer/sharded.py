@@ -242,15 +242,18 @@ class ShardedEngine(BetweenSteps):
         )
 
     def _accept_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
-        """Accept the user's writes to parameters if the values are equal on all ranks."""
-        if not agreed.same_edits:
+        """Accept the user's writes to parameters if the values are equal on all ranks, as far as they are compared."""
+        due = self._even_edits.due(edits) if agreed.same_edits else []
+        if due or not agreed.same_edits:
             if self._config.offload is not None:  # what differs is compared, and named, with no step pending
                 self.flush("")
                 edits = self.partition.edits()
-            uneven = self.agreement.uneven_edits(edits)
-            self.agreement.require_same_values(uneven, self.parts.params)
+            written = dict.fromkeys(due, ()) if agreed.same_edits else self.agreement.uneven_edits(edits)
+            self.agreement.require_same_values(written, self.parts.params)
             # Parameters that were written to on other ranks have the same values here. Masters take those over too.
-            self.partition.count_edit(uneven.keys() - edits.keys())
+            self.partition.count_edit(written.keys() - edits.keys())
+        if agreed.same_edits:
+            self._even_edits.accept(edits)
         if edits or not agreed.same_edits:
             self.partition.accept_edits()
 

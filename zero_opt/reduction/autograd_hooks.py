@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -29,15 +29,16 @@ class ArrivalHooks:
 
     [Note: gradients that nobody heard of]
     Between accumulation and the call an exception may come: of a hook that the user has registered before, or of a
-    signal handler, which Python runs at the first instruction of a function. So a built-in method, in which no handler
-    runs, is the first hook of each parameter: it appends to a list. Every call takes one element away when it is over.
+    signal handler, which Python runs at the first instruction of a function. So the first hook of each parameter is
+    made of built-in functions, in which no handler runs: it appends to a list. Every call takes one element away when
+    it is over. No parameter is in the list: one that is in a list that its own hook holds would never be freed.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         method: Any = arrived
         self._owner, self._arrived = weakref.ref(method.__self__), method.__func__
         self._handles: dict[int, list[Any]] = {}
-        self._unheard: list[Tensor] = []  # as many as calls have not ended
+        self._unheard: list[None] = []  # as many as calls have not ended
 
     @property
     def missed(self) -> bool:
@@ -49,33 +50,37 @@ class ArrivalHooks:
         self._unheard.clear()
 
     def watch(self, index: int, param: Tensor) -> None:
-        """Hook ``param``, unless it is hooked already."""
+        """Hook ``param``, unless it is hooked already. To be called where no signal interrupts."""
         if index in self._handles:
             return
         kind = None if is_late(param) else type(param)
-        hook = partial(_announce, self._owner, self._arrived, self._unheard, index, kind)
+        first = partial(next, map(self._unheard.append, repeat(None)))
+        last = partial(_announce, self._owner, self._arrived, self._unheard, index, kind)
         frozen = not param.requires_grad
         # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
-            self._handles[index] = _registered(param, self._unheard.append, hook)
+            self._handles[index] = _registered(param, first, last)
         finally:
             param.requires_grad_(not frozen)
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in itertools.chain(*self._handles.values()):
+        for handle in chain(*self._handles.values()):
             handle.remove()
         self._handles.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _registered(param: Any, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> list[Any]:
     """Register a hook before those that the parameter has, and one behind them; return their handles."""
-    before = [*(param._post_accumulate_grad_hooks or {}).items()]
-    handles = [param.register_post_accumulate_grad_hook(first)]
-    for key, hook in before:  # torch calls them in the order in which they were put in
+    before = dict(param._post_accumulate_grad_hooks or {})
+    for key in before:
         del param._post_accumulate_grad_hooks[key]
-        param._post_accumulate_grad_hooks[key] = hook
+    handles = [param.register_post_accumulate_grad_hook(first)]
+    param._post_accumulate_grad_hooks.update(before)  # torch calls them in the order in which they were put in
     return [*handles, param.register_post_accumulate_grad_hook(last)]
 
 
@@ -95,7 +100,7 @@ def untraced(function: Any) -> Any:
 def _announce(
     owner: weakref.ReferenceType[Any],
     arrived: Callable[[Any, int], None],
-    unheard: list[Tensor],
+    unheard: list[None],
     index: int,
     kind: type | None,
     param: Tensor,
@@ -170,6 +175,10 @@ class BackwardPasses:
         return bool(self._unfinished - {_graph_task()}) or self._hooks.missed
 
     def forget(self) -> None:
-        """Forget passes that have ended in an exception: what has arrived is void."""
+        """Forget passes that have ended in an exception: what has arrived is void.
+
+        A pass that still runs is begun anew with its next arrival.
+        """
+        self._task, self._first_inner = -1, None
         self._unfinished.clear()
         self._hooks.forget_missed()

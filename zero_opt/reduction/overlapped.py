@@ -35,6 +35,7 @@ from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket, scale_shards
 from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
+from ..system.interrupts import uninterrupted
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
 from .consumed_grad import ConsumedGrad, consumed_conflict, not_held_here
 from .dropped_grads import OwnSums, require_same_restarts
@@ -69,7 +70,7 @@ class OverlappedReduction(GradReduction):
         self._places = GradPlaces()
         self._owned: set[int] = set()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
-        self._void: Future[bool] | None = None
+        self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
         self._launch_order: list[int] = []
         self._active: list[int] = []
         self._collecting = False  # from send_rest() to the end of collect(), between which ranks may plan more buckets
@@ -103,15 +104,16 @@ class OverlappedReduction(GradReduction):
 
         A rank may be in a round of the buckets before, which the others answer in ``step()``: until then none has more.
         """
-        for bucket in buckets:
-            for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
-                self._places.plan(index, flat.param, self, flat.label, (bucket.layout.index, position))
-                self._hooks.watch(index, flat.param)
-            self._owned.update(piece.param for piece in bucket.slices)
-            if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
-                bucket.reader = ShardSquares(bucket)
-                self._squares.append(bucket.reader)
-            self._launch_order.append(bucket.layout.index)
+        with uninterrupted():  # a parameter may be hooked wholly, or not
+            for bucket in buckets:
+                for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
+                    self._places.plan(index, flat.param, self, flat.label, (bucket.layout.index, position))
+                    self._hooks.watch(index, flat.param)
+                self._owned.update(piece.param for piece in bucket.slices)
+                if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
+                    bucket.reader = ShardSquares(bucket)
+                    self._squares.append(bucket.reader)
+                self._launch_order.append(bucket.layout.index)
         self._completed, self._planned_in_step = [], True
         if not self._parts.agreement.any(self._collecting or self._rounds > 0 or self._matching.unanswered):
             self._activate()
@@ -291,9 +293,9 @@ class OverlappedReduction(GradReduction):
         return idle and isinstance(bucket.reader, ShardSquares) and self._parts.occupies_core(bucket)
 
     def _submit_deferred(self) -> None:
-        if self._deferred is not None:
-            self._futures.append(self._parts.reduce(self._deferred))
-            self._deferred = None
+        sealed, self._deferred = self._deferred, None
+        if sealed is not None:
+            self._futures.append(self._parts.reduce(sealed))
 
     # -- at step() ----------------------------------------------------------------------------------------------------
 
@@ -447,7 +449,8 @@ class OverlappedReduction(GradReduction):
         self._spoiled = self._collecting = False
         self._parts.reduce_zeros(self._matching.complete_round(self._active))
         self._submit_deferred()  # other ranks may wait for it
-        self._void = self._futures[-1] if self._futures else self._void
+        if self._rounds and self._parts.thread.accepts_calls:
+            self._void = self._parts.thread.submit(bool)  # is over when they are
         self._passes.forget()
         if self._places.any_grad():
             self._start_afresh(self._dropped_of(self._partition.flats))

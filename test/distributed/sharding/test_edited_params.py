@@ -172,6 +172,55 @@ def test_what_arrives_in_the_background_is_no_edit() -> None:
             assert f"written to on {where}" in message
 
 
+def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int) -> Any:
+    """All ranks write other values, equally often; see `_edit_one`."""
+    model = _model()
+    optimizer = _named(model, **options)
+    _train(model, optimizer, *range(steps))
+    optimizer.flush()
+    with torch.no_grad():
+        model.get_parameter("1.weight").mul_(1 + rank)
+    before = _values(model)
+    _backward(model, steps)
+    for _ in range(4):  # it is not forgotten
+        with pytest.raises(zero_opt.RankMismatch) as caught:
+            optimizer.step()
+    assert_bitwise(_values(model), before)
+    zero_opt.broadcast_params(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    _train(model, optimizer, steps + 1)
+    optimizer.flush()
+    optimizer.close()
+    return str(caught.value), _values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": zero_opt.WorkerOffload(delay=1), "fused": True}], ids=["", "late"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_other_values_that_every_rank_has_written(steps: int, options: dict[str, Any]) -> None:
+    (message, first), (other, second) = run_processes(2, _unlike, options, steps)
+    assert message == other and "(1.weight)" in message and "(0.weight)" not in message
+    assert "written to on every rank, as by noise without a common seed" in message
+    assert_bitwise(first, second)
+
+
+def _renormalized(rank: int, world_size: int) -> str:
+    """An embedding whose forward writes to the rows that it looks up: on each rank other ones."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(8, 4, max_norm=0.5)
+    optimizer = zero_opt.ShardedOptimizer(embedding.parameters(), torch.optim.SGD, lr=0.1)
+    embedding(torch.tensor([rank, 2])).sum().backward()
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_an_embedding_that_renormalizes_what_it_looks_up() -> None:
+    for message in run_processes(2, _renormalized):
+        assert "nn.Embedding(max_norm=...)" in message
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what is no mistake
 

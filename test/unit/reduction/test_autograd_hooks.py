@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,7 @@ def test_a_listener_out_of_use_is_freed_and_hears_nothing() -> None:
     gc.collect()
     product(watched).backward()
     assert heard == []
+    assert not any(param._post_accumulate_grad_hooks for param in watched)  # type: ignore[attr-defined]
 
 
 def test_reentrant_checkpoints_are_not_backwards_of_their_own() -> None:
@@ -176,6 +178,33 @@ def test_a_pass_that_ends_in_an_exception_is_known_until_forgotten() -> None:
     assert listener.passes.broken()
     listener.passes.forget()
     assert not listener.passes.broken()
+
+
+def test_a_pass_that_is_forgotten_in_a_hook_and_goes_on_is_known_to_end_in_an_exception() -> None:
+    watched = params()
+    listener = Listener(watched)
+    watched[2].register_post_accumulate_grad_hook(lambda _: listener.passes.forget())
+    loss = Broken.apply(torch.sin(watched[0]))  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="broken"):
+        torch.sin(torch.sin(loss * watched[1]) * watched[2]).sum().backward()
+    assert listener.arrived == [2, 1]
+    assert listener.passes.broken()
+    listener.passes.forget()
+    product(watched).backward()
+    assert not listener.passes.broken()
+
+
+def test_what_was_missed_keeps_no_parameter_alive() -> None:
+    watched = params(1)
+    watched[0].register_post_accumulate_grad_hook(_raises_once())
+    listener = Listener(watched)
+    with pytest.raises(KeyboardInterrupt):
+        product(watched).backward()
+    assert listener.passes.broken()
+    there = weakref.ref(watched.pop())
+    del listener
+    gc.collect()
+    assert there() is None
 
 
 def _raises_once() -> Callable[..., None]:

@@ -16,6 +16,7 @@ from ...reduction.autograd_hooks import ArrivalHooks, ended_in_exception
 from ...reduction.consumed_grad import ConsumedGrad
 from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
+from ...system.interrupts import uninterrupted
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
 
 _first, _second = itemgetter(0), itemgetter(1)
@@ -266,8 +267,9 @@ class LocalView:
         """The user's groups with the plain parameters. The list is a new one only when the user's has other groups."""
         groups = self._user.param_groups
         if len(groups) != len(self._seen) or not all(map(is_, groups, self._seen)):
-            self._seen = list(groups)
-            self._groups = [PlainGroup(group, [self._plain(param) for param in group["params"]]) for group in groups]
+            with uninterrupted():
+                params = [[self._plain(param) for param in group["params"]] for group in groups]
+                self._seen, self._groups = list(groups), [*map(PlainGroup, groups, params)]
         return self._groups
 
     def _plain(self, param: Tensor) -> nn.Parameter:

@@ -70,6 +70,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         self._apart = steps_params_apart(optimizer_class)
         self._make_units, self._native = make_units, native
         self._inner: torch.optim.Optimizer | None = None
+        self._leaves_grads = self._apart  # the class is known not to zero gradients in its step
         self._units: dict[int, Sequence[Unit]] = {}
         self._shown: dict[int, ReadThrough] = {}  # by parameter: what users see of compact state
         self._held = SameObjects()  # the wrapped optimizer's states, when they were listed last
@@ -214,17 +215,21 @@ class DevicePlacement(SlicePlacement[Unit]):
                 _bring_to(part, self._optimizer.state.get(part) or {}, group)
                 parts.append((part, part if self._apart else part.detach()))
                 given.append(grad)
-        for (part, _), grad in zip(parts, _scaled(given, [part.dtype for part, _ in parts], grad_scale), strict=True):
+        scaled = _scaled(given, [part.dtype for part, _ in parts], grad_scale)
+        nonzero = [] if self._leaves_grads else [grad for grad in scaled if _has_values(grad)]
+        for (part, _), grad in zip(parts, scaled, strict=True):
             part.grad = grad
         with self._make_units.class_threads(), ExitStack() as writing:
             for work in works:
                 writing.enter_context(work.unit.own_writes(work.positions))
             bare_step(self._optimizer)
+            left = [part.grad for part, _ in parts]
             for part, memory in parts:
                 part.grad = None
                 if memory is not part and part.data_ptr() != memory.data_ptr():  # the class has assigned part.data
                     part.data = memory.copy_(part)
             self._require_params_alone()
+            self._require_grads_left(left, nonzero)
             written: list[FlatParam] = []
             copies: list[tuple[Tensor, Tensor]] = []
             for work in works:
@@ -247,6 +252,20 @@ class DevicePlacement(SlicePlacement[Unit]):
                     f"{self._class.__name__} keeps state under {key!r}, which is no parameter, and cannot be sharded "
                     "over several ranks, nor with an offload or masters; use it at world size 1 without"
                 )
+
+    def _require_grads_left(self, left: Iterable[Tensor | None], nonzero: Sequence[Tensor]) -> None:
+        """Refuse a class that drops or zeroes gradients in its step: ``p.grad`` would have them in the next one too.
+
+        Args:
+            left: what it has left in ``p.grad``. nonzero: gradients that were not zero, in the first step with any.
+        """
+        if any(grad is None for grad in left) or any(not _has_values(grad) for grad in nonzero):
+            raise UnsupportedOptimizer(
+                f"{self._class.__name__} drops or zeroes p.grad in its own step(), which is not followed over several "
+                "ranks, nor with an offload or masters; take that out of the class, and call opt.zero_grad() after "
+                "opt.step()"
+            )
+        self._leaves_grads = self._leaves_grads or bool(nonzero)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -425,6 +444,11 @@ def _are_kept(cls: type[torch.optim.Optimizer], states: Sequence[Mapping[str, An
     return all(map(is_, map(type, values), repeat(Tensor))) and all(
         all(map(eq, map(part, values), map(part, likes))) for part in (attrgetter("dtype"), attrgetter("device"))
     )
+
+
+def _has_values(grad: Tensor) -> bool:
+    """Return whether an element is not zero."""
+    return bool((grad._values() if grad.is_sparse else grad).any())
 
 
 def _scaled(grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], grad_scale: float) -> list[Tensor]:

@@ -1,8 +1,12 @@
-"""Parameters that the user has changed on some ranks only while a step was pending: each rank keeps what it has."""
+"""Parameters that the user has changed: on all ranks, or on some only while a step was pending.
+
+In the second case each rank keeps what it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -10,6 +14,25 @@ from ..comm.agreement import Agreement
 from ..errors import RankMismatch
 from ..sharding.flat_param import own_writes
 from ..sharding.partition import Partition
+
+
+class EvenEdits:
+    """Which parameters to compare of those that every rank has written to equally often between two steps.
+
+    The values may differ all the same, as of noise without a common seed. To compare them costs two reads of each, so
+    it is done the first time, the second, the fourth, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = Counter[int]()
+
+    def due(self, params: Collection[int]) -> list[int]:
+        """Return which of these to compare; the same on every rank."""
+        return [param for param in params if (self._accepted[param] + 1).bit_count() == 1]
+
+    def accept(self, params: Collection[int]) -> None:
+        """Count these, whose values are equal as far as they were compared."""
+        self._accepted.update(params)
 
 
 def keep_uneven_edits(
