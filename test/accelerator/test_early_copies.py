@@ -71,6 +71,14 @@ class Training:
         C.synchronize()
         return [shard.grads for shard in self.placement._shards.values()]
 
+    @property
+    def worker_pid(self) -> int:
+        return int(self.placement._worker._handles.child.pid)
+
+    def copied(self) -> list[bool]:
+        """Return of each bucket whether its gradient has left."""
+        return [shard.reduced.copied for shard in self.placement._shards.values()]
+
     def end(self) -> None:
         """Compare the parameters with those of the plain optimizer, and close."""
         self.optimizer.flush()
@@ -113,7 +121,7 @@ def test_gradients_leave_in_backward_and_not_in_the_step(offload: Any, dtype: to
 @contextmanager
 def _stopped(training: Training) -> Iterator[None]:
     """Stop the worker meanwhile."""
-    pid = training.placement._worker._handles.child.pid
+    pid = training.worker_pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -151,7 +159,7 @@ def _changed(rank: int, offload: Any) -> None:
         """Take a step like others, after which each first backward is copied; return what the next one leaves."""
         training.step(training.backward(next(steps)))
         means = training.backward(next(steps))
-        assert all(shard.reduced.copied for shard in training.placement._shards.values())
+        assert all(training.copied())
         return means
 
     training.step(training.backward(next(steps)))  # ranks agree on the order of buckets
@@ -176,24 +184,18 @@ def test_gradients_that_change_after_they_have_left(offload: Any) -> None:
     on_one_and_two(lambda rank: _changed(rank, offload))
 
 
-def _all_copied(training: Training) -> bool:
-    copied = {shard.reduced.copied for shard in training.placement._shards.values()}
-    assert len(copied) == 1
-    return copied.pop()
-
-
 def _multiplied(rank: int) -> None:
     training = Training(rank)
     engine: Any = training.optimizer._engine
     for step in range(STEPS):
         means = training.backward(step)
-        assert step < 2 or not _all_copied(training)
+        assert step < 2 or not any(training.copied())
         training.optimizer.clip_grad_norm_(1e9)  # gradients are reduced, and not changed
         engine.reduction.scale(torch.tensor(-0.25))
         training.step([mean / -4 for mean in means])
     for step in range(STEPS, STEPS + 2):
         means = training.backward(step)
-        assert _all_copied(training) == (step > STEPS)
+        assert set(training.copied()) == {step > STEPS}
         training.step(means)
     training.end()
 
@@ -209,7 +211,7 @@ def _interrupted(rank: int, offload: Any) -> None:
     group = optimizer.param_groups[0]
     for step in range(STEPS):
         means = training.backward(step)
-        assert step < 2 or _all_copied(training)
+        assert step < 2 or all(training.copied())
         lr, group["lr"] = group["lr"], "much"
         with pytest.raises(zero_opt.errors.ConfigTypeError):
             optimizer.step()
@@ -232,8 +234,8 @@ def _killed(rank: int) -> None:
     for step in range(2 * STEPS):
         means = training.backward(step)
         if step % 3 == 2:
-            assert _all_copied(training)
-            os.kill(training.placement._worker._handles.child.pid, signal.SIGKILL)
+            assert all(training.copied())
+            os.kill(training.worker_pid, signal.SIGKILL)
         training.step(means)
     training.end()
 
@@ -270,7 +272,7 @@ def _without_copies(rank: int, prepare: Callable[[Training], None]) -> None:
     prepare(training)
     for step in range(STEPS):
         means = training.backward(step)
-        assert not any(shard.reduced.copied for shard in training.placement._shards.values())
+        assert not any(training.copied())
         training.step(means)
     training.end()
 
@@ -319,9 +321,11 @@ def _closed_at_once(rank: int) -> None:
     training = Training(rank)
     for step in range(2):
         training.step(training.backward(step))
+    before = training.placement._copies
     C.delays(0, 20000, 0, 1)
     training.backward(2)
-    assert not all(event.query() for event in training.placement._copies)
+    assert all(training.copied())
+    assert any(event not in before for event in training.placement._copies), "close() waits for what has been enqueued"
     training.optimizer.close()
     C.delays(0, 0, 0, 0)
     C.synchronize()

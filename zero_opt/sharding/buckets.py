@@ -286,7 +286,8 @@ class GradBucket:
         Args:
             value: the factor's; may be ``None`` if the bucket has no :attr:`reader`.
         """
-        if self.reader is not None and value is not None:
+        if self.reader is not None:
+            assert value is not None, "what a reader knows of the shard would be wrong"
             if value == 1.0:
                 return
             self.reader.scales(self, value)

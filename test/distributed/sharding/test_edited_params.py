@@ -72,6 +72,16 @@ Edit = Callable[[nn.Module], None]
 EDITS = pytest.mark.parametrize("edit", [_whole, _one_element, _repoint], ids=lambda edit: str(edit.__name__))
 
 
+def _go_on(model: nn.Module, optimizer: Any, src: int, steps: int) -> None:
+    """Do what the refusal says, repeat the step and take another one."""
+    zero_opt.broadcast_params(model, src=src)
+    optimizer.step()
+    optimizer.zero_grad()
+    _train(model, optimizer, steps + 1)
+    optimizer.flush()
+    optimizer.close()
+
+
 def _edit_one(rank: int, world_size: int, edit: Edit, options: dict[str, Any], who: int, steps: int) -> Any:
     """The message, values before and after the refused step, and values after all goes on."""
     model = _model(options.pop("dtype", torch.float32))
@@ -87,12 +97,7 @@ def _edit_one(rank: int, world_size: int, edit: Edit, options: dict[str, Any], w
     refused = _values(model)
     with pytest.raises(zero_opt.RankMismatch, match="broadcast_params"):  # it is not forgotten
         optimizer.step()
-    zero_opt.broadcast_params(model, src=who)
-    optimizer.step()
-    optimizer.zero_grad()
-    _train(model, optimizer, steps + 1)
-    optimizer.flush()
-    optimizer.close()
+    _go_on(model, optimizer, who, steps)
     return str(caught.value), before, refused, _values(model)
 
 
@@ -186,12 +191,7 @@ def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int) -> 
         with pytest.raises(zero_opt.RankMismatch) as caught:
             optimizer.step()
     assert_bitwise(_values(model), before)
-    zero_opt.broadcast_params(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    _train(model, optimizer, steps + 1)
-    optimizer.flush()
-    optimizer.close()
+    _go_on(model, optimizer, 0, steps)
     return str(caught.value), _values(model)
 
 

@@ -223,7 +223,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             for work in works:
                 writing.enter_context(work.unit.own_writes(work.positions))
             bare_step(self._optimizer)
-            left = [part.grad for part, _ in parts]
+            left = [] if self._apart else [part.grad for part, _ in parts]
             for part, memory in parts:
                 part.grad = None
                 if memory is not part and part.data_ptr() != memory.data_ptr():  # the class has assigned part.data
@@ -257,7 +257,8 @@ class DevicePlacement(SlicePlacement[Unit]):
         """Refuse a class that drops or zeroes gradients in its step: ``p.grad`` would have them in the next one too.
 
         Args:
-            left: what it has left in ``p.grad``. nonzero: gradients that were not zero, in the first step with any.
+            left: what a class that is not torch's has left in ``p.grad``.
+            nonzero: gradients that were not zero, in the first step with any.
         """
         if any(grad is None for grad in left) or any(not _has_values(grad) for grad in nonzero):
             raise UnsupportedOptimizer(
