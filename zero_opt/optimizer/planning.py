@@ -70,6 +70,7 @@ class Planner:
             parts.placement.drop_groups(self._known_groups)
             raise
         self.planned.add()
+        parts.reduction.hook_params()
         self._known_groups = len(groups)
         parts.guard.commit(parts.count.step)
         with parts.agreement.together():  # until it serves, a rank can tell the others of no error but like this

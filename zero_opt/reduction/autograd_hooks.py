@@ -50,8 +50,8 @@ class ArrivalHooks:
         self._unheard.clear()
 
     def watch(self, index: int, param: Tensor) -> None:
-        """Hook ``param``, unless it is hooked already. To be called where no signal interrupts."""
-        if index in self._handles:
+        """Hook ``param``, if it may have a gradient and is not hooked yet. To be called where no signal interrupts."""
+        if index in self._handles or not can_have_grad(param):
             return
         kind = None if is_late(param) else type(param)
         first = partial(next, map(self._unheard.append, repeat(None)))
@@ -72,6 +72,11 @@ class ArrivalHooks:
 
     def __del__(self) -> None:
         self.close()
+
+
+def can_have_grad(param: Tensor) -> bool:
+    """Return whether torch lets a parameter require a gradient, as it does not with integers (quantized weights)."""
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _registered(param: Any, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> list[Any]:

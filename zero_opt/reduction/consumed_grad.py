@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..errors import GradientConflict, GradientConsumed
+from ..errors import GradientConflict, GradientConsumed, UnsupportedParam
 from ..system.devices import read_here
 from ..system.frames import inside_conversion, inside_description
 
@@ -166,6 +166,20 @@ def not_held_here(grad: ConsumedGrad, here: GradOwner | None = None) -> Gradient
         f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
         "gc.collect() ends it)"
     )
+
+
+def set_again(label: str) -> GradientConflict:
+    """Return the error for a gradient that came by no backward, and after the parameter's had been reduced."""
+    return GradientConflict(
+        f"{label}: p.grad was set again after it had been reduced. If DistributedDataParallel reduces this model too, "
+        "use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before step(), use "
+        "reduction=zero_opt.AtStep()"
+    )
+
+
+def sparse(label: str) -> UnsupportedParam:
+    """Return the error for a sparse gradient, which no bucket takes."""
+    return UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
 
 
 def consumed_conflict(params: Iterable[Tensor]) -> GradientConflict | None:

@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
 from .ddp_conflict import ddp_conflict, forward_of_ddp
+from .grad_places import GradPlaces
 from .interface import OwnRounds, ReductionParts
 from .overlapped import OverlappedReduction
 
@@ -35,6 +36,13 @@ _NOT_REGISTERED = (
 )
 
 
+class _PlacesBesideDDP(GradPlaces):
+    """Places of gradients of which DDP, too, keeps some in ``p.grad`` during a backward."""
+
+    def dropped(self, among: Iterable[int]) -> list[int]:
+        return [index for index in among if self[index].param.grad is None]
+
+
 class DDPHookReduction(OverlappedReduction):
     """Gradients that leave for their shards when DDP hands them to its hook. A round is a backward that DDP syncs."""
 
@@ -45,6 +53,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
+        self._places = _PlacesBesideDDP()
         self._index: dict[int, int] = {}
         self._called = False
         self._copied: set[int] = set()  # whose pending gradients DDP has copied to its bucket
@@ -107,10 +116,6 @@ class DDPHookReduction(OverlappedReduction):
         if value is not None:
             self._shown.add(index)
             self._deliver(index, self._places[index], value)
-
-    def _dropped_of(self, indices: Iterable[int]) -> list[int]:
-        """Return those whose ``p.grad`` is None: during a backward, DDP keeps gradients of its own there."""
-        return [index for index in indices if self._places[index].param.grad is None]
 
     def may_copy_pending(self, param: int, target: Tensor) -> bool:
         if not self._called:

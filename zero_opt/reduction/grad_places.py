@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress, repeat
 from operator import add, attrgetter, is_, is_not, itemgetter, not_
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .autograd_hooks import untraced
-from .consumed_grad import ConsumedGrad, GradOwner, any_pending
+from .consumed_grad import ConsumedGrad, GradOwner, any_pending, consumed_conflict
 
 
 class GradPlace(NamedTuple):
@@ -34,17 +34,41 @@ _grad_of = attrgetter("grad")
 _param_of, _consumed_of = itemgetter(0), itemgetter(1)  # of a place
 
 
+# The bucket, and the position there, of a parameter that is not planned.
+_NOWHERE = (-1, 0)
+
+
 class GradPlaces(dict[int, GradPlace]):
-    """The place of each planned parameter, by global index."""
+    """The place of each parameter that is planned, or has a gradient that waits for that, by global index."""
 
     def __init__(self) -> None:
         super().__init__()
         self._references = 0  # to a stand-in that this table alone holds
 
-    def plan(self, index: int, param: Tensor, owner: GradOwner, label: str, at: tuple[int, int]) -> None:
-        """Give a parameter its place: ``at`` a position in a bucket."""
+    def plan(self, index: int, param: Tensor, owner: GradOwner, label: str, at: tuple[int, int] = _NOWHERE) -> None:
+        """Give a parameter its place: ``at`` a position in a bucket. A gradient that waits goes on waiting."""
+        if self.has_taken(index):
+            self[index] = GradPlace(param, self[index].consumed, *at)
+            return
         self[index] = GradPlace(param, ConsumedGrad(param, owner, index, label), *at)
         (self._references,) = _references([self[index].consumed])
+
+    def has_taken(self, index: int) -> bool:
+        """Return whether ``p.grad`` is the parameter's stand-in."""
+        place = self.get(index)
+        return place is not None and place.param.grad is place.consumed
+
+    def hold(self, index: int, grad: Tensor) -> None:
+        """Let a gradient wait in its stand-in, as one that is accumulated into that does."""
+        param, consumed, _, _ = self[index]
+        param.grad, consumed.pending = consumed, grad
+
+    def require_held(self, params: Sequence[Tensor]) -> None:
+        """Raise GradientConflict for the gradient of a parameter without a place that another reduction holds."""
+        if len(self) < len(params):
+            conflict = consumed_conflict(param for index, param in enumerate(params) if index not in self)
+            if conflict is not None:
+                raise conflict
 
     def dropped(self, among: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` is another, or None; other threads of autograd may have put new ones there."""
@@ -84,7 +108,7 @@ class GradPlaces(dict[int, GradPlace]):
     def end(self, unstepped: Collection[int]) -> None:
         """Void the stand-ins of ``unstepped`` gradients, and drop all others."""
         for index, (param, consumed, *_) in self.items():
-            if index in unstepped:
+            if index in unstepped or consumed.pending is not None:
                 consumed.void()
             elif param.grad is consumed:
                 param.grad = None

@@ -241,6 +241,9 @@ class GradReduction(ABC):
     def watch(self, buckets: Sequence[GradBucket]) -> None:
         """Take in buckets that were added to the partition."""
 
+    def hook_params(self) -> None:
+        """Note the gradients of every parameter from now on, also of those that are frozen, and not planned."""
+
     @property
     def begun(self) -> bool:
         """Whether other ranks have gradients of this one in their sums for the next step, and those count."""

@@ -19,7 +19,7 @@ next backward or ``zero_grad()`` hands it to the thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -30,14 +30,14 @@ from torch import Tensor
 from ..comm.agreement import StepAgreement
 from ..comm.exchange import Ident
 from ..comm.waits_beside import outcome
-from ..errors import GradientConflict, GradientsLocal, StepDesync, UnsupportedParam, ZeroOptError
+from ..errors import GradientsLocal, StepDesync, ZeroOptError
 from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket, scale_shards
 from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from ..system.interrupts import uninterrupted
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
-from .consumed_grad import ConsumedGrad, consumed_conflict, not_held_here
+from .consumed_grad import ConsumedGrad, not_held_here, set_again, sparse
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
@@ -104,11 +104,10 @@ class OverlappedReduction(GradReduction):
 
         A rank may be in a round of the buckets before, which the others answer in ``step()``: until then none has more.
         """
-        with uninterrupted():  # a parameter may be hooked wholly, or not
+        with uninterrupted():
             for bucket in buckets:
                 for position, (index, flat) in enumerate(zip(bucket.layout.params, bucket.params, strict=True)):
                     self._places.plan(index, flat.param, self, flat.label, (bucket.layout.index, position))
-                    self._hooks.watch(index, flat.param)
                 self._owned.update(piece.param for piece in bucket.slices)
                 if bucket.reader is None and is_host(bucket.device):  # the placement does not read it
                     bucket.reader = ShardSquares(bucket)
@@ -117,6 +116,11 @@ class OverlappedReduction(GradReduction):
         self._completed, self._planned_in_step = [], True
         if not self._parts.agreement.any(self._collecting or self._rounds > 0 or self._matching.unanswered):
             self._activate()
+
+    def hook_params(self) -> None:
+        with uninterrupted():  # a parameter may be hooked wholly, or not
+            for index, param in enumerate(self._parts.all_params):
+                self._hooks.watch(index, param)
 
     def _activate(self) -> None:
         """Leave out buckets with nothing trainable; called when the ranks agree on what is trainable."""
@@ -145,7 +149,7 @@ class OverlappedReduction(GradReduction):
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
                 if not self._sync:
-                    if self._places[index].param.grad is not self._places[index].consumed:
+                    if not self._places.has_taken(index):
                         self._local.add(index)
                     return
                 if begins or not self._fills:
@@ -157,10 +161,12 @@ class OverlappedReduction(GradReduction):
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
-        place = self._places[index]
-        param, consumed, bucket, _ = place
-        if bucket not in self._fills:
-            return  # not trainable when the ranks last agreed: it stays in p.grad until step()
+        place = self._places.get(index)
+        if place is None or place.bucket not in self._fills:
+            del place  # which would be a reference to the stand-in
+            self._set_aside(index)
+            return
+        param, consumed, _, _ = place
         grad = param.grad
         if grad is None:
             return  # a hook of the user's has dropped it
@@ -180,6 +186,21 @@ class OverlappedReduction(GradReduction):
             self._shown.add(index)
         if grad is not None:
             self._deliver(index, place, grad)
+
+    def _set_aside(self, index: int) -> None:
+        """Let a gradient wait for step() in its stand-in: the ranks have still to agree that it is trainable."""
+        param = self._parts.all_params[index]
+        if (grad := param.grad) is None or self._places.has_taken(index):
+            return
+        if index not in self._partition.flats:
+            self._places.plan(index, param, self, self._partition.describe(index))
+        self._check_fresh(index, grad)
+        try:
+            self._places.hold(index, grad)
+        except RuntimeError:  # as in _take()
+            self._partition.flats[index].moved()
+            raise
+        self._shown.add(index)
 
     def _deliver(self, index: int, place: GradPlace, value: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
@@ -201,8 +222,7 @@ class OverlappedReduction(GradReduction):
         if isinstance(grad, ConsumedGrad):
             raise not_held_here(grad, self)
         if grad.layout is not torch.strided:
-            label = self._partition.flats[index].label
-            raise UnsupportedParam(f"{label} has a sparse gradient; use reduction=zero_opt.AtStep() and SparseAdam")
+            raise sparse(self._places[index].consumed.label)
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
             self._start_afresh([index])
         self._places[index].consumed.pending = None
@@ -212,7 +232,7 @@ class OverlappedReduction(GradReduction):
         self._launch_all()
         self._submit_deferred()
         partition = self._partition
-        self._start_afresh(self._dropped_of(self._shown))
+        self._start_afresh(self._places.dropped(self._shown))
         self._delivered |= self._in_round
         self._scale_held()
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
@@ -245,19 +265,13 @@ class OverlappedReduction(GradReduction):
         self._shown.clear()
         self._places.renew(self._places)
 
-    def _dropped_of(self, indices: Iterable[int]) -> list[int]:
-        """Return those whose ``p.grad`` was dropped; another thread of autograd may have put new ones there."""
-        return self._places.dropped(indices)
-
     def _restart(self, indices: Collection[int]) -> None:
         """Void what has been exchanged of these gradients."""
         self._sums.restart(self._shown.intersection(indices), self._rounds)
         self._live.difference_update(indices)
-        places, fills = self._places, self._fills
-        if fills:
-            opened = {bucket for bucket, fill in fills.items() if not fill.sealed}
-            self._withdrawn.update(index for index in indices if places[index].bucket in opened)
-        places.forget_pending(indices)
+        if opened := {bucket for bucket, fill in self._fills.items() if not fill.sealed}:
+            self._withdrawn.update(index for index in indices if self._places[index].bucket in opened)
+        self._places.forget_pending(indices)
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, in order; see [Note: launch order]."""
@@ -307,7 +321,7 @@ class OverlappedReduction(GradReduction):
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"
             )
         try:
-            self._require_planned()
+            self._places.require_held(self._parts.all_params)
             self._require_synced()
             self._take_plain()
         except ZeroOptError as own:
@@ -365,26 +379,17 @@ class OverlappedReduction(GradReduction):
         self._open_round()
         for bucket in late:
             for index in buckets[bucket].layout.params:
-                grad = self._partition.flats[index].param.grad
-                if grad is not None and grad is not self._places[index].consumed:
-                    self._take(index)
+                self._take(index)
         self._launch_all()
 
     def _require_synced(self) -> None:
         """Raise GradientsLocal if no backward was meant to reduce its gradients, and they are in ``p.grad`` still."""
-        if self._synced == {False} and any(flat.param.grad is not None for flat in self._partition.flats.values()):
+        if self._synced == {False} and any(param.grad is not None for param in self._parts.all_params):
             raise GradientsLocal(
                 "every backward since the last step was inside no_sync(), so each rank has its own gradients alone; "
                 "run the last backward of a step outside no_sync(), or drop them with opt.zero_grad() on every rank; "
                 "with reduction=zero_opt.AtStep() every step reduces what there is"
             )
-
-    def _require_planned(self) -> None:
-        """Raise GradientConflict for a gradient that is not held here, of a parameter that has no place yet."""
-        if len(self._places) < len(self._parts.all_params):
-            unplanned = (param for at, param in enumerate(self._parts.all_params) if at not in self._places)
-            if (conflict := consumed_conflict(unplanned)) is not None:
-                raise conflict
 
     def _take_plain(self) -> None:
         """Take gradients that were set by hand or left by ``no_sync``; notice those dropped after the last backward."""
@@ -406,11 +411,7 @@ class OverlappedReduction(GradReduction):
                 continue
             reduced = index in self._delivered or index in self._in_round
             if reduced and grad is not consumed and index not in self._local:
-                raise GradientConflict(
-                    f"{consumed.label}: p.grad was set again after it had been reduced. If DistributedDataParallel "
-                    "reduces this model too, use reduction=zero_opt.AlreadyReduced(); to edit gradients by hand before "
-                    "step(), use reduction=zero_opt.AtStep()"
-                )
+                raise set_again(consumed.label)
             if not self._fills or index in self._in_round:
                 self._open_round()
             self._take(index)
@@ -453,7 +454,7 @@ class OverlappedReduction(GradReduction):
             self._void = self._parts.thread.submit(bool)  # is over when they are
         self._passes.forget()
         if self._places.any_grad():
-            self._start_afresh(self._dropped_of(self._partition.flats))
+            self._start_afresh(self._places.dropped(self._places))
         else:  # all were dropped
             self._forget_all()
         self._forget_rounds()

@@ -45,7 +45,7 @@ class Partition:
         mixed: bool = False,
     ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
-        self._describe, self.whole, self._bucket_mb, self._precision = describe, whole, bucket_mb, precision
+        self.describe, self.whole, self._bucket_mb, self._precision = describe, whole, bucket_mb, precision
         self._mixed = mixed
         self.flats: dict[int, FlatParam] = {}
         self.buckets: list[GradBucket] = []
@@ -63,7 +63,7 @@ class Partition:
             costs: what the step of each parameter costs, of those planned before too, by global index; not read unless
                 parameters are whole.
         """
-        flats = {index: FlatParam(param, self._describe(index)) for index, _, param in params}
+        flats = {index: FlatParam(param, self.describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, _ in params}
         layouts = self._plan(specs, costs)
         share_counters(self.flats.values(), list(flats.values()))
