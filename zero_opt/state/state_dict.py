@@ -18,8 +18,8 @@ from ..kernels.adam_state import MAXIMUM, STORED_KEYS
 from ..kernels.checks import may_be_count, oddity
 from ..kernels.table import NATIVE_CLASSES
 from ..layout import ParamSlice
-from ..placement.native_rules import COLUMN_KEYS, COLUMN_STEPS
-from ..placement.selective.column_state import check_columns
+from ..placement.native_rules import COLUMN_KEYS
+from ..placement.selective.columns import check_columns
 from ..sharding.flat_param import FlatParam, is_dtensor
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import needs_closure, steps_params_apart
@@ -266,7 +266,7 @@ def _require_dense(index: int, key: object, value: Tensor) -> None:
 
 def _check_shapes(index: int, state: Mapping[str, Any], param: Tensor, *, elementwise: bool, native: bool) -> None:
     """Raise StateDictError for tensors of which a slice of the parameter would have no part."""
-    wrong = check_columns(state, param.shape) if isinstance(state.get(COLUMN_STEPS), Tensor) else None
+    wrong = check_columns(state, param.shape)
     if wrong is not None:
         raise StateDictError(f"parameter {index}: {wrong}")
     for key, value in state.items():

@@ -245,7 +245,7 @@ def held_by_columns(placement: Any) -> dict[str, int]:
         + nbytes(value for state in compact for key, value in state.items() if key != "param"),
         "selected masters": nbytes(state["param"] for state in compact if state),
         "means": sum(home.shard_nbytes for home in placement._buckets.values()),
-        "columns": nbytes(found.chosen for found in slices),
+        "columns": nbytes(found.mask for found in slices),
         "places": nbytes(found.places for found in slices),
     }
 

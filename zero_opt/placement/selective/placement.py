@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...comm.groups import Group
-from ...errors import ConfigConflict, StepPending, ZeroOptError
+from ...errors import ConfigConflict, StateDictError, StepPending, ZeroOptError
 from ...kernels import adam_update_
 from ...kernels.adam_state import MAXIMUM
 from ...kernels.functions import ADAM
 from ...policies import Selective
 from ...reduction.interface import GradShard, ParamsByBucket, merged, used_params
 from ...sharding.buckets import GradBucket
-from ..interface import ParamState, Placement, SlicePlacement
+from ..interface import ParamState, Placement
 from ..masters import slices_of
-from ..native_rules import WINDOW, loaded_roles, new_roles, require_fitting, require_placed, say_without_masters
-from .column_slice import ColumnSlice, is_trusted, step_selected, write_selected
-from .columns import is_matrix, square_sums
+from ..native_rules import loaded_roles, new_roles, require_fitting, require_placed, say_without_masters
+from ..policy import SinglePlacePolicy
+from .column_slice import ColumnSlice, step_selected, write_selected
+from .columns import check_columns, is_matrix, square_sums, trusted_window
 from .schedule import NEVER, Schedule, select_columns
 
 
@@ -37,33 +39,24 @@ class SelectivePlacement(Placement):
     since a step begins by bringing in the one before.
 
     Args:
-        inner: the placement of the offload policy. delay: steps after which its updates arrive.
-        threads: how many of this process step; ``None`` is the default.
+        home: the offload policy, which makes the inner placement.
     """
 
-    def __init__(
-        self,
-        policy: Selective,
-        inner: SlicePlacement[Any],
-        group: Group,
-        defaults: Mapping[str, Any],
-        delay: int,
-        threads: int | None,
-    ) -> None:
-        self._policy, self._inner, self._group, self._delay = policy, inner, group, delay
-        flush_denormals = bool(defaults.get("flush_denormals", False))
-        self._update = partial(adam_update_, threads=threads, flush_denormals=flush_denormals)
+    def __init__(self, policy: Selective, home: SinglePlacePolicy[Any], group: Group) -> None:
+        self._policy, self._inner, self._group, self._delay = policy, home.build(group), group, home.delay
+        flush_denormals = bool(home.inputs.defaults.get("flush_denormals", False))
+        self._update = partial(adam_update_, threads=home.threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
-        # For the step to come: whether the schedule counts it, what is selected, what it changes.
-        self._counts = False
+        self._waiting: ParamsByBucket = {}  # matrices that have gradients that wait, on whatever rank
+        self._arriving: ParamsByBucket = {}  # those that the step of the last window changes, until it is brought in
+        # For the step to come: whether it ends a window, what is selected, what it may change.
+        self._closes = False
         self._chosen: Mapping[int, Tensor] = {}
         self._updated: ParamsByBucket = {}
         self._buckets: dict[int, GradBucket] = {}  # as the inner placement has them
         self._slices: dict[int, ColumnSlice] = {}
-        self._totals: dict[int, int] = {}  # columns of every matrix, on whatever rank it lies
+        self._matrices: dict[int, int] = {}  # how many columns each has, on whatever rank it lies
         self._roles: list[tuple[str, ...]] = []
-        self._waiting: ParamsByBucket = {}  # what has gradients that wait, on whatever rank
-        self._arriving: ParamsByBucket = {}  # what is pending, on whatever rank
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -72,8 +65,7 @@ class SelectivePlacement(Placement):
         self._roles.append(ADAM.roles(hypers))
 
     def lacks_room(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        added = new_roles("Selective", ADAM, groups, self._roles)
-        return self._inner.lacks_room(groups) or any(added)
+        return any(new_roles("Selective", ADAM, groups, self._roles))
 
     def make_room(self, groups: Sequence[Mapping[str, Any]]) -> None:
         added = new_roles("Selective", ADAM, groups, self._roles)
@@ -91,14 +83,11 @@ class SelectivePlacement(Placement):
         homes = [home_bucket(bucket) for bucket in buckets]
         self._inner.add(homes)
         self._buckets.update({home.layout.index: home for home in homes})
-        added: dict[int, ColumnSlice] = {}
-        for home in homes:
-            flats = zip(home.layout.params, home.params, strict=True)
-            self._totals |= {index: flat.shape[-1] for index, flat in flats if is_matrix(flat.shape)}
-            for piece, flat in zip(*slices_of(home), strict=True):
-                added[piece.param] = ColumnSlice(piece, flat, self._schedule)
-        self._slices |= added
-        self._load_slices({index: {} for index in added})
+        flats = [pair for home in homes for pair in zip(home.layout.params, home.params, strict=True)]
+        self._matrices |= {index: flat.shape[-1] for index, flat in flats if is_matrix(flat.shape)}
+        pieces = [pair for home in homes for pair in zip(*slices_of(home), strict=True)]
+        self._slices |= {piece.param: ColumnSlice(piece, flat, self._schedule) for piece, flat in pieces}
+        self._load_slices({piece.param: {} for piece, _ in pieces})
 
     def drop(self, buckets: Sequence[GradBucket]) -> None:
         self._inner.drop(buckets)
@@ -106,13 +95,12 @@ class SelectivePlacement(Placement):
             self._buckets.pop(bucket.layout.index, None)
             for index in bucket.layout.params:
                 self._slices.pop(index, None)
-                self._totals.pop(index, None)
+                self._matrices.pop(index, None)
 
     def repoint(self, params: Sequence[int]) -> None:
         self._inner.repoint(params)
-        for index in params:
-            if index in self._slices:
-                self._slices[index].repoint(0)
+        for index in self._slices.keys() & {*params}:
+            self._slices[index].repoint(0)
 
     @property
     def staging_nbytes(self) -> int:
@@ -142,32 +130,30 @@ class SelectivePlacement(Placement):
         yield from ((index, found.shown) for index, found in self._slices.items() if found.stepped)
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        yield from ((index, found.saved) for index, found in self._slices.items() if found.stepped)
+        yield from ((index, found) for index, found in self._slices.items() if found.stepped)
 
     def resident(self) -> Iterator[Tensor]:
-        for column_slice in self._slices.values():
-            yield from column_slice.selected.values()
+        return (array for found in self._slices.values() for array in found.selected.values())
 
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         column_slice = self._slices[index]
-        shown = column_slice.shown
+        shown, flat, roles = column_slice.shown, column_slice.flat, self._roles[column_slice.group]
         changed = shown.edited() if state is shown else state is not None or column_slice.stepped
+        if changed and self.pending:
+            raise StepPending(
+                f"the state of {flat.label} was changed while a step for it was pending; call opt.flush() before that"
+            )
         if not changed:
             return False
-        if self.pending:
-            raise StepPending(
-                f"the state of {column_slice.flat.label} was changed while a step for it was pending; call "
-                "opt.flush() before that"
-            )
         if state is not shown:
             shown.forget()
         with shown.settled():
             saved = {} if state is None else dict(state)
-            roles = self._roles[column_slice.group]
-            require_fitting(column_slice.flat, column_slice.part(0).shape, saved, ADAM, roles)
-            require_placed(column_slice.flat.label, saved, ADAM, {*roles, *column_slice.home})
-            column_slice.follow_step(saved)
-            column_slice.require_columns(saved)
+            require_fitting(flat, column_slice.part(0).shape, saved, ADAM, roles)
+            require_placed(flat.label, saved, ADAM, {*roles, *column_slice.home})
+            wrong = check_columns(saved, flat.shape, column_slice.part(0).shape) if column_slice.is_matrix else None
+            if wrong is not None:
+                raise StateDictError(f"{flat.label}: {wrong}")
             self._load_slices({index: saved})
         return state is not shown
 
@@ -177,46 +163,39 @@ class SelectivePlacement(Placement):
     def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state. Collective."""
         self._resume_schedule(states)  # what comes after it may fail on one rank
-        self._arriving = {}
-        given = [(found.group, states.get(index, {})) for index, found in self._slices.items()]
-        self._roles = loaded_roles(ADAM, groups, given)
+        given = {index: states.get(index, {}) for index in self._slices}
+        self._roles = loaded_roles(ADAM, groups, [(self._slices[index].group, saved) for index, saved in given.items()])
         self._inner.load({}, groups)
         placed = zip(groups, self._roles, strict=True)
         self._inner.make_room([{**group, "amsgrad": MAXIMUM in roles} for group, roles in placed])
-        self._load_slices({index: states.get(index, {}) for index in self._slices}, anew=True)
-        for index, saved in states.items():
-            if "master" in saved:
-                self._slices[index].distrust(0)
+        for column_slice in self._slices.values():
+            column_slice.mask = self._schedule.first_columns(column_slice.flat.shape)
+        self._load_slices(given)
+        for column_slice in self._slices.values():
+            column_slice.distrust(0)
         loaded = [(saved.keys(), self._slices[index].home.keys()) for index, saved in states.items() if saved]
         say_without_masters(sum("master" in home - given for given, home in loaded))
         all_params = {index: bucket.layout.params for index, bucket in self._buckets.items()}
-        self._waiting = self._those(all_params, matrices=True) if self._schedule.in_window else {}
+        self._arriving, self._waiting = {}, self._matrices_of(all_params) if self._schedule.in_window else {}
 
     def _resume_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
         # Whether the position is known, and the position.
-        known = [[1.0, *saved[WINDOW].tolist()[:4]] for saved in states.values() if is_trusted(saved)]
-        steps = [float(saved.get("step", 0.0)) for index, saved in states.items() if index in self._totals]
-        done = max(steps, default=0.0)
+        known = [[1.0, *window[:4]] for window in map(trusted_window, states.values()) if window]
+        done = max([float(states[i].get("step", 0.0)) for i in self._matrices.keys() & states.keys()], default=0.0)
         mine = max([[0.0, done, 0.0, NEVER, 0.0], *known])
         told = self._group.all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
         _, *position = max(part.tolist() for part in told)
         self._schedule.resume(position)
 
-    def _load_slices(self, states: Mapping[int, Mapping[str, Any]], *, anew: bool = False) -> None:
-        """Replace the states of slices; an empty one makes it new.
-
-        Args:
-            anew: columns are selected as in new slices where the state does not say which; else they stay selected.
-        """
+    def _load_slices(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace the states of slices; an empty one makes it new."""
         for index, saved in states.items():
             found = self._slices[index]
             self._inner.adopt_state(index, found.state_at_home(saved, self._roles[found.group]))
         homes = dict(self._inner.state())
         for index, saved in states.items():
-            found = self._slices[index]
-            chosen = self._schedule.first_columns(found.flat.shape) if anew else found.chosen
-            found.load(saved, homes[index], chosen)
+            self._slices[index].load(saved, homes[index])
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -235,33 +214,31 @@ class SelectivePlacement(Placement):
         self._inner.require_writable()
 
     def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
-        """The parameters that the next step changes on any rank. Collective where columns are selected."""
+        """The parameters that the next step may change on any rank. Collective where columns are selected."""
         used = used_params(grads)
-        self._counts = self._schedule.done > 0 or bool(self._those(used, matrices=True))
-        if self._counts and self._schedule.selects:
+        matrices = self._matrices_of(used)
+        counts = self._schedule.done > 0 or bool(matrices)
+        if counts and self._schedule.selects:
             self._select(grads)
-        if self._schedule.closes and not self._delay:
-            used = merged(used, self._waiting)
-        elif self._schedule.since_selection < 0 or self._policy.topk_ratio == 0:  # matrices wait
-            used = self._those(used, matrices=False)
-        self._updated = dict(sorted(merged(used, self._arriving).items()))
+        self._closes = counts and self._schedule.closes
+        if counts:
+            self._schedule.stepped()  # before anything can fail: all ranks count it
+        self._waiting = merged(self._waiting, matrices)
+        arriving = self._arriving if self._delay else self._waiting if self._closes else {}
+        self._updated = dict(sorted(merged(used, arriving).items()))
         return self._updated
 
-    def _those(self, params: ParamsByBucket, *, matrices: bool) -> ParamsByBucket:
-        """Return the matrices among these parameters, or the others."""
-        found = {index: [i for i in those if (i in self._totals) == matrices] for index, those in params.items()}
-        return {index: those for index, those in found.items() if those}
+    def _matrices_of(self, params: ParamsByBucket) -> ParamsByBucket:
+        found = {bucket: [index for index in those if index in self._matrices] for bucket, those in params.items()}
+        return {bucket: those for bucket, those in found.items() if those}
 
     def _select(self, grads: Sequence[GradShard]) -> None:
         """Choose columns of every matrix, on whatever rank it lies. Collective."""
-        squares = {
-            found.index: square_sums(run, found.pieces[0], found.flat)
-            for shard in grads
-            for found, run in self._used(shard)
-            if found.is_matrix
-        }
-        ratio = self._policy.topk_ratio
-        self._chosen, share_left = select_columns(ratio, dict(sorted(self._totals.items())), squares, self._group)
+        squares = {i: torch.zeros(n, dtype=torch.float64, device="cpu") for i, n in sorted(self._matrices.items())}
+        for found, run in chain(*map(self._used, grads)):
+            if found.is_matrix:
+                squares[found.index] = square_sums(run, found.pieces[0], found.flat)
+        self._chosen, share_left = select_columns(self._policy.topk_ratio, squares, self._group)
         self._schedule.selected(share_left)
 
     def _used(self, shard: GradShard) -> list[tuple[ColumnSlice, Tensor]]:
@@ -272,65 +249,41 @@ class SelectivePlacement(Placement):
     def step(
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
-        closes, left = self._counts and self._schedule.closes, deque(self._updated)
-        if self._counts:
-            self._schedule.stepped()  # also where the step fails: the other ranks count it
-        for _ in self.bring_in():
-            pass
+        list(self.bring_in())
         for index, column_slice in self._slices.items():
             column_slice.begin_step()
-            if index in self._chosen and not torch.equal(self._chosen[index], column_slice.chosen):
+            if index in self._chosen and not torch.equal(self._chosen[index], column_slice.mask):
                 column_slice.select(self._chosen[index])
                 self._inner.repoint([index])  # masters that it does not show follow the parameter
         self._chosen = {}
-        self._waiting = merged(self._waiting, self._those(used_params(grads), matrices=True))
-        for bucket in self._written_over(self._stepped(grads, groups, grad_scale, closes)):
+        overwritten = self._closes and not self._delay
+        for shard in grads:
+            used = self._used(shard)
+            stepped = [(found, grad) for found, grad in used if found.places.numel()]
+            if stepped:  # of one bucket, which are of one param group
+                step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
+            write_selected(found for found, _ in stepped if not overwritten or found.mask.all())
+            for found, grad in used:
+                found.gather(grad, grad_scale)
+        left = deque(self._updated)
+        for bucket in self._with_selected(self._inner.step(self._take_means(), groups, 1.0)) if self._closes else ():
             while left and left[0] <= bucket:
                 yield left.popleft()
         yield from left
 
-    def _stepped(
-        self,
-        grads: Sequence[GradShard],
-        groups: Sequence[MutableMapping[str, Any]],
-        grad_scale: float,
-        closes: bool,
-    ) -> Iterator[int]:
-        """Step selected columns and, if the window closes, the others; yields the buckets of which these are updated.
-
-        What the inner placement overwrites at once is not written before.
-        """
-        overwritten = closes and not self._delay
-        for shard in grads:
-            used = self._used(shard)
-            stepped = [(found, grad) for found, grad in used if found.selected]
-            if stepped:  # of one bucket, which are of one param group
-                step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
-            write_selected(found for found, _ in stepped if not (overwritten and found.waits))
-            for found, grad in used:
-                found.gather(grad, grad_scale)
-        if closes:
-            yield from self._close_window(groups)
-
-    def _close_window(self, groups: Sequence[MutableMapping[str, Any]]) -> Iterator[int]:
-        """Let the inner placement step what waits; yields the buckets of which that is in the parameters."""
-        self._arriving, self._waiting = self._waiting, {}
-        counts = {found.gathered for found in self._slices.values()} - {0}
-        count = max(counts, default=1)
-        # To divide by a power of two is exact, so the step can do it to the same bits.
-        divisor = count if len(counts) == 1 and count & (count - 1) == 0 else 1
+    def _take_means(self) -> list[GradShard]:
+        """What the inner placement is to step now that a window ends."""
         means = []
+        self._arriving, self._waiting = self._waiting, {}
         for bucket, home in self._buckets.items():
             slices = [self._slices[piece.param] for piece in home.slices]
             for found in slices:
                 self._inner.step_by_mean_of(found.index, max(found.gathered, 1))
-            grads = [found.take_mean(divisor) for found in slices]
+            grads = [found.take_mean() for found in slices]
             means.append(GradShard(bucket, home.slices, grads, self._arriving.get(bucket, ())))
-        yield from self._inner.step(means, groups, 1 / divisor)
-        if not self._delay:
-            self._arriving = {}
+        return means
 
-    def _written_over(self, updated: Iterator[int]) -> Iterator[int]:
+    def _with_selected(self, updated: Iterator[int]) -> Iterator[int]:
         """The buckets that the inner placement has updated, with selected columns over what it has made of them."""
         try:
             for bucket in updated:
@@ -343,7 +296,7 @@ class SelectivePlacement(Placement):
     def bring_in(self) -> Iterator[int]:
         for column_slice in self._slices.values() if self.pending else ():
             column_slice.shown.forget()
-        yield from self._written_over(self._inner.bring_in())
+        yield from self._with_selected(self._inner.bring_in())
         self._arriving = {}
 
     def ignore_writes(self) -> None:

@@ -19,8 +19,7 @@ from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..native_rules import ADAM_CLASSES, check_groups, check_params, check_state
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
-from .column_state import column_places
-from .columns import columns_of, is_matrix
+from .columns import column_places, columns_of, is_matrix
 from .placement import SelectivePlacement, home_bucket
 from .schedule import selected_count
 
@@ -67,10 +66,7 @@ class SelectivePolicy(PlacementPolicy):
         return column_places(param.shape) if is_matrix(param.shape) else {}
 
     def build(self, group: Group) -> SelectivePlacement:
-        home = self._inner
-        return SelectivePlacement(
-            self._selective, home.build(group), group, self.inputs.defaults, home.delay, home.threads
-        )
+        return SelectivePlacement(self._selective, self._inner, group)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -94,5 +90,5 @@ class SelectivePolicy(PlacementPolicy):
         tally["masters", DEVICE, "selected columns"] += here * itemsize
         for key in roles:
             tally["state", DEVICE, key] += here * itemsize
-        tally["buffers", HOST_MEMORY, "columns"] += count * torch.int64.itemsize
+        tally["buffers", HOST_MEMORY, "columns"] += total * torch.bool.itemsize
         tally["buffers", DEVICE, "places of selected columns"] += here * torch.int64.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...comm.groups import Group
 from ...policies import Selective
-from .columns import is_matrix
+from .columns import columns_of, is_matrix
 
 # Of ``update_interval="auto"``.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
@@ -56,10 +56,8 @@ class Schedule:
         """Note that columns are selected, which leaves so much of the gradient's norm to the others."""
         self.since_selection = 0
         if self.policy.update_interval == "auto":
-            if share_left > _MUCH_LEFT:
-                self.interval = max(self.interval // 2, 1)
-            elif share_left < _LITTLE_LEFT:
-                self.interval = min(self.interval * 2, _LONGEST_INTERVAL)
+            factor = 0.5 if share_left > _MUCH_LEFT else 2 if share_left < _LITTLE_LEFT else 1
+            self.interval = min(max(int(self.interval * factor), 1), _LONGEST_INTERVAL)
 
     def stepped(self) -> None:
         """Count a step."""
@@ -68,10 +66,10 @@ class Schedule:
             self.since_selection += 1
 
     def first_columns(self, shape: torch.Size) -> Tensor:
-        """What is selected of a new parameter: none before others have columns selected; what is no matrix, always."""
+        """A mask of what is selected of a new parameter: of a matrix, none before others have columns selected."""
         ratio = 0.0 if self.since_selection < 0 else self.policy.topk_ratio
         count = selected_count(ratio, shape[-1]) if is_matrix(shape) else 1
-        return torch.arange(count, dtype=torch.int64, device="cpu")
+        return torch.arange(columns_of(shape), dtype=torch.int64, device="cpu") < count
 
     def position(self) -> tuple[int, int, int, int]:
         """The schedule's state, as numbers."""
@@ -84,39 +82,33 @@ class Schedule:
 
 
 def selected_count(ratio: float, columns: int) -> int:
-    """How many columns of a parameter are selected."""
+    """How many columns of a matrix are selected."""
     return min(max(round(ratio * columns), 1), columns) if ratio > 0 else 0
 
 
 def largest(squares: Tensor, count: int) -> Tensor:
-    """Numbers of the ``count`` columns with the largest sums of squares, ascending.
+    """A mask of the ``count`` columns with the largest sums of squares.
 
     Compared as fp32, so that it does not matter in what order fp64 sums were made, except where two columns are as good
     as equal. Of equal ones the first is taken; a NaN is larger than everything.
     """
     rounded = squares.float().nan_to_num(nan=math.inf, posinf=math.inf)
-    return torch.sort(rounded, descending=True, stable=True).indices[:count].sort().values
+    best = torch.sort(rounded, descending=True, stable=True).indices[:count]
+    return torch.zeros_like(squares, dtype=torch.bool).index_fill_(0, best, True)
 
 
-def select_columns(
-    ratio: float, totals: Mapping[int, int], squares: Mapping[int, Tensor], group: Group
-) -> tuple[dict[int, Tensor], float]:
-    """The selected columns per parameter, and the share of the norm in the others (or NaN). Collective.
+def select_columns(ratio: float, squares: Mapping[int, Tensor], group: Group) -> tuple[dict[int, Tensor], float]:
+    """A mask of the selected columns per matrix, and the share of the norm in the others (or NaN). Collective.
 
     One all-gather of 8 bytes per column; sums are added in rank order.
 
     Args:
-        totals: per parameter, by global index, how many columns it has; the same on every rank.
-        squares: this rank's sums of squares, (columns,) fp64.
+        squares: this rank's sums of squares, (columns,) fp64, of all matrices by global index, the same on every rank.
     """
-    own = [squares.get(i, torch.zeros(n, dtype=torch.float64, device="cpu")) for i, n in totals.items()]
-    mine = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *own])
-    everything = torch.zeros_like(mine)
-    for part in group.all_gather(mine):
-        everything += part
-    chosen: dict[int, Tensor] = {}
-    total, taken = float(everything.sum()), 0.0
-    for index, sums in zip(totals, torch.split(everything, list(totals.values())), strict=True):
-        chosen[index] = largest(sums, selected_count(ratio, sums.numel()))
-        taken += float(sums[chosen[index]].sum())
+    mine = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *squares.values()])
+    everything = sum(group.all_gather(mine), torch.zeros_like(mine))
+    split = torch.split(everything, [of.numel() for of in squares.values()])
+    sums = dict(zip(squares, split, strict=True))
+    chosen = {i: largest(of, selected_count(ratio, of.numel())) for i, of in sums.items()}
+    total, taken = float(everything.sum()), sum(float(of[chosen[i]].sum()) for i, of in sums.items())
     return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

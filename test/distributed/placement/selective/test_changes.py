@@ -213,13 +213,15 @@ COUNTED = Selective(0.5, 64, 3)
 
 
 def _count_on(step: int, optimizer: Any, weight: nn.Parameter, count: float, how: str) -> None:
-    """In a window, after two of its three gradients, let the step be another one."""
+    """In a window, after two of its three gradients, let the step be another one, and all columns' as much more."""
     entry = optimizer.state[weight]
     if step == 4 and entry:  # a rank may have no part of the matrix
+        columns = entry["column_steps"] + (count - entry["step"])
         if how == "in place":
             entry["step"].fill_(count)
+            entry["column_steps"].copy_(columns)
         else:
-            optimizer.state[weight] = {**entry, "step": torch.tensor(count)}
+            optimizer.state[weight] = {**entry, "step": torch.tensor(count), "column_steps": columns}
 
 
 def _counted(rank: int, world_size: int, offload: Any, how: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -240,7 +242,7 @@ def _counted(rank: int, world_size: int, offload: Any, how: str) -> tuple[list[T
 @pytest.mark.parametrize("how", ["in place", "in a copy"])
 @pytest.mark.parametrize("kind", [CPUOffload, WorkerOffload])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_write_to_the_step_in_a_window_leaves_the_gradients_that_wait(world_size: int, kind: Any, how: str) -> None:
+def test_a_write_to_all_counts_in_a_window_leaves_the_gradients_that_wait(world_size: int, kind: Any, how: str) -> None:
     param = nn.Parameter(values(0, 0, 0, 0, (8, 6)).clone())
     plain = torch.optim.AdamW([param], lr=0.05)
     reference, wanted = Reference(plain.param_groups, COUNTED), list[Tensor]()
@@ -271,8 +273,9 @@ def _miscounted(count: float, key: str) -> str:
 
 
 def test_counts_that_would_lose_what_waits_are_refused() -> None:
-    assert "2 gradients wait, which 'waiting' or the steps do not have; set a smaller step" in _miscounted(1, "step")
-    assert "state 'step' must be the largest of 'column_steps'" in _miscounted(5, "column_steps")
+    assert "2 gradients wait, which 'waiting' or the steps do not have" in _miscounted(1, "column_steps")
+    for count, key in ((1, "step"), (9, "step"), (5, "column_steps")):
+        assert "state 'step' must be the largest of 'column_steps': write to both" in _miscounted(count, key)
 
 
 def _resumed_early(rank: int, world_size: int) -> list[Tensor]:

@@ -315,7 +315,7 @@ def test_saved_by_parts_at_another_world_size(policy: str, tmp_path: Any) -> Non
 @pytest.mark.parametrize("home", HOMES)
 @as_they_are
 def test_windows_in_which_all_have_every_gradient(home: str, interval: int, tmp_path: Any) -> None:
-    """Their sums are divided by the step itself where that makes the same bits."""
+    """Windows of any length, in which no parameter misses a step."""
     policy = Selective(0.3, 8, interval)
     params, expected = make_params(), make_params()
     optimizer = zero_opt.ShardedOptimizer(

@@ -15,6 +15,7 @@ from zero_opt import Selective
 from zero_opt.kernels.adam_state import MOMENTS
 from zero_opt.layout import ParamSlice, Span, plan_flat
 from zero_opt.placement.masters import slices_of
+from zero_opt.placement.native_rules import COLUMN_STEPS
 from zero_opt.placement.selective.column_slice import ColumnSlice
 from zero_opt.placement.selective.columns import places_of, square_sums
 from zero_opt.placement.selective.schedule import Schedule
@@ -46,7 +47,8 @@ def test_every_slice_knows_where_its_columns_are(shape: tuple[int, ...], order: 
             piece, run, there = ParamSlice(0, 0, span, span, span), flat.flat[start:stop].clone(), numbers[start:stop]
             shuffled = torch.randperm(shape[-1], generator=torch.Generator().manual_seed(stop))
             chosen = shuffled[: stop % 5].sort().values
-            assert_bitwise(places_of(chosen, piece, flat), torch.isin(there, chosen).nonzero().view(-1))
+            mask = torch.isin(torch.arange(shape[-1]), chosen)
+            assert_bitwise(places_of(mask, piece, flat), torch.isin(there, chosen).nonzero().view(-1))
             wide = run.double()
             sums = torch.zeros(shape[-1], dtype=torch.float64).index_add_(0, there, wide.square())
             torch.testing.assert_close(square_sums(run, piece, flat), sums, rtol=1e-14, atol=0)
@@ -70,35 +72,35 @@ def test_state_stays_with_its_column(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     world_size = data.draw(st.integers(1, 3))
     for found in slices(dtype, data.draw(st.integers(0, world_size - 1)), world_size):
-        run, total, steps = found.param_run(0), found.total, 0
+        run, total, steps = found.param_run(0), found.mask.numel(), 0
         values: dict[str, Any] = {
             key: torch.rand(run.numel(), generator=torch.Generator().manual_seed(at)) for at, key in enumerate(KEYS)
         }
         if dtype is not torch.float32:
             values["master"] = run.float() * (1 + 2**-12)
         saved = {key: found.shaped(value, 0) for key, value in values.items()}
-        found.load({}, found.state_at_home(saved, MOMENTS), found.chosen)
+        found.load({}, found.state_at_home(saved, MOMENTS))
         for chosen in data.draw(st.lists(st.sets(st.integers(0, total - 1)), min_size=1, max_size=5)):
             found.begin_step()
-            found.select(torch.tensor(sorted(chosen), dtype=torch.int64))
+            found.select(torch.tensor([column in chosen for column in range(total)]))
             for key, value in values.items():
-                assert_bitwise(found.value(key).reshape(-1), found.shaped(value, 0).reshape(-1))
+                assert_bitwise(found[key].reshape(-1), found.shaped(value, 0).reshape(-1))
             for key, value in found.selected.items():
                 ours = values.get("master", run) if key == "param" else values[key]
-                assert_bitwise(value, found._take(ours).float())
+                assert_bitwise(value, found.take(ours).float())
                 if key != "param":  # what is at home is meaningless
-                    found._put(found.flat_grad(0, found.home[key]), torch.full_like(value, 9))
-            assert found.counts.tolist() == [steps] * total
+                    found.flat_grad(0, found.home[key])[found.places] = 9
+            assert found[COLUMN_STEPS].flatten().tolist() == [steps] * total
             window, waits = data.draw(st.integers(1, 5)), len(chosen) < total
             for _ in range(window):
                 found.gather(torch.ones(run.numel()), 1.0)
             assert found.gathered == window * waits
-            assert found.counts.tolist() == [steps + window * (column in chosen) for column in range(total)]
-            divisor = data.draw(st.sampled_from([1, window]))
-            mean = found.take_mean(divisor)
+            counts = [steps + window * (column in chosen) for column in range(total)]
+            assert found[COLUMN_STEPS].flatten().tolist() == counts
+            mean = found.take_mean()
             assert (mean is not None) == waits
             if mean is not None:
-                assert_bitwise(mean.reshape(-1), torch.full((run.numel(),), float(divisor)))
+                assert_bitwise(mean.reshape(-1), torch.ones(run.numel()))
                 assert found.home["step"] == torch.tensor((steps + window) / window, dtype=torch.float32) - 1
             steps += window
-            assert found.counts.tolist() == [steps] * total
+            assert found[COLUMN_STEPS].flatten().tolist() == [steps] * total
