@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from zero_opt.comm import peer_watch
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
 from zero_opt.errors import PeerLost
@@ -178,23 +179,13 @@ def test_of_two_that_were_seen_to_have_ended_together_both_are_named(three: tupl
     assert str(watches[0].explain("", patience_s=0.0)).startswith(said)
 
 
-class _StuckWork:
-    """A collective whose backend neither ends it nor gives up."""
-
-    def wait(self, _: Any) -> None:
-        time.sleep(0.01)
-        raise RuntimeError("not over")
-
-    def is_completed(self) -> bool:
-        return False
-
-
-def test_a_wait_for_a_backend_that_is_stuck_ends() -> None:
+def test_a_wait_for_a_backend_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "done_within", lambda *_: time.sleep(0.01))  # never
     processes = [ProcessIdentity(f"host {pid}", pid, pid) for pid in (10, 11)]
     watch, left = Watch(_EmptyStore(), 0, processes, (0.3, 30.0)), list[int]()
     watch.departures.leave = lambda: left.append(1)
     with pytest.raises(PeerLost, match=r"rank 1 has not come to step 0 .*the backend's limit of 0.3 s is long over"):
-        watch.wait(_StuckWork)
+        watch.wait(object)
     assert left
     assert watch.overdue
     watch.close()
