@@ -471,9 +471,10 @@ class StateService:
             if self._closed:
                 return
             self._closed, self._in_order = True, in_order
+            steps = self._guard.completed
             self._guard.finish()
             self._freeze()
-            self._tell(Departure(self._side.rank, how, self._guard.step, self._departures.calls))
+            self._tell(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
             self._condition.notify_all()
