@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "threads/flush_denormals.hpp"
@@ -19,6 +20,8 @@ using Clock = std::chrono::steady_clock;
 
 // A small step is done sooner than a sleeper is woken.
 constexpr auto kSpin = std::chrono::microseconds(5);
+// After a wait that the kernel has refused.
+constexpr auto kRetry = std::chrono::milliseconds(1);
 
 void ring(int event_fd) {
   const std::uint64_t one = 1;
@@ -258,13 +261,15 @@ Waited Control::wait_for(const Word& word, std::uint64_t value, int done_fd, int
     if (Clock::now() - begin < kSpin) continue;
     pollfd events[2] = {{done_fd, POLLIN, 0}, {worker_pidfd, POLLIN, 0}};
     const int ready = poll(events, 2, milliseconds_until(deadline));
-    if (ready < 0 && errno != EINTR) throw std::runtime_error(std::string("poll: ") + std::strerror(errno));
+    const bool interrupted = ready < 0 && errno == EINTR;
+    // For a moment the kernel lacks memory. The word says whether the worker is done.
+    if (ready < 0 && !interrupted) std::this_thread::sleep_for(kRetry);
     std::uint64_t rung;
     // The worker has made the descriptor one that does not block.
     if (ready > 0 && events[0].revents != 0) (void)!read(done_fd, &rung, sizeof(rung));
     if (done()) return Waited::kDone;
     if (ready > 0 && events[1].revents != 0) return Waited::kDead;
-    if (ready < 0 || Clock::now() >= deadline) return Waited::kWaiting;
+    if (interrupted || Clock::now() >= deadline) return Waited::kWaiting;
   }
 }
 

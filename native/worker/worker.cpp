@@ -35,6 +35,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSliceMs = 1000;
 // The next step is often submitted sooner than a sleeper is woken.
 constexpr auto kSpin = std::chrono::microseconds(5);
+// After a wait that the kernel has refused, as for lack of memory.
+constexpr auto kRetry = std::chrono::milliseconds(1);
 // How long a predecessor may take to die.
 constexpr auto kPredecessor = std::chrono::seconds(10);
 
@@ -62,7 +64,9 @@ void watch(int trainer_pidfd) {
   std::thread([trainer_pidfd] {
     for (;;) {
       pollfd trainer = {trainer_pidfd, POLLIN, 0};
-      if (poll(&trainer, 1, kSliceMs) > 0) _exit(0);
+      const int ready = poll(&trainer, 1, kSliceMs);
+      if (ready > 0) _exit(0);
+      if (ready < 0) std::this_thread::sleep_for(kRetry);
     }
   }).detach();
 }
@@ -180,7 +184,7 @@ class Worker {
     while (idle()) {
       if (Clock::now() - begin < kSpin) continue;
       pollfd wake = {files_.wake, POLLIN, 0};
-      poll(&wake, 1, kSliceMs);
+      if (poll(&wake, 1, kSliceMs) < 0) std::this_thread::sleep_for(kRetry);
       std::uint64_t rung;
       (void)!read(files_.wake, &rung, sizeof(rung));
     }

@@ -36,6 +36,13 @@ def network_failed(text: str) -> bool:
     return any(sign in text for sign in ("Connection timed out", "No route to host", "unreachable"))
 
 
+def refused_here(text: str) -> bool:
+    """Return whether gloo says this of a connection for which this rank's own system has had no memory."""
+    return any(
+        words in text for words in ("No buffer space available", "Cannot allocate memory", "Too many open files")
+    )
+
+
 def backend_words(error: Exception | None) -> str:
     """Return the first line of the backend's error that an error stems from, or of itself."""
     cause = error.__cause__ if error is not None and isinstance(error.__cause__, Exception) else error

@@ -81,6 +81,12 @@ def rank_name(rank: int, global_rank: int, notes: Sequence[str] = ()) -> str:
     return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
 
 
+def go_on(ranks: Sequence[int]) -> str:
+    """Return what to do about ranks that are stopped while something else than training waits for them."""
+    them = "them" if len(ranks) > 1 else "it"
+    return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
+
+
 def _no_connections(*_: object) -> None:
     """Do nothing: there are no connections to break, or to tell others by."""
 

@@ -34,10 +34,10 @@ from .peer_watch import Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
-from .waits_beside import SubmittedCall, outcome, submitted
+from .waits_beside import Courtesies, SubmittedCall, outcome, submitted
 
-# Groups in a forked child. Their connections are the parent's, and freeing one waits for a thread that was not forked.
-_inherited: list[dist.ProcessGroup] = []
+# Groups that are never freed. Freeing one waits for its thread: a forked child has none, another may be stuck for ever.
+_never_freed: list[dist.ProcessGroup] = []
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
 _ENVELOPE = "<32sq{}s"
@@ -117,7 +117,7 @@ class Group:
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
         watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
         farewell: called before this rank breaks its connections.
-        told: ``id`` of the error that all ranks raise.
+        told: ``id`` of the error that all ranks raise. courtesies: what this rank does for the others alone.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
@@ -150,7 +150,7 @@ class Group:
         self._connected = self._at_once()
         self._used = set(self._connected)
         self._parent = weakref.ref(parent)
-        self._waits = SerialThread("zero_opt wait", self.interrupt)
+        self._waits, self.courtesies = SerialThread("zero_opt wait", self.interrupt), Courtesies()
         self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
 
     def _new_group(self, parent: dist.ProcessGroup, purpose: str, connecting: Connecting | None) -> Any:
@@ -421,8 +421,10 @@ class Group:
 
     def disconnect(self) -> None:
         """Break this rank's connections, but leave alone what is under way on an accelerator."""
-        if os.getpid() != self._pid or not self.has_send_recv or not self._broken.acquire(blocking=False):
-            return
+        if os.getpid() == self._pid and self.has_send_recv and self._broken.acquire(blocking=False):
+            self.courtesies.do(self._break)
+
+    def _break(self) -> None:
         if self.farewell is not None:
             self.farewell()
         for rank in list(self._used):
@@ -444,7 +446,7 @@ class Group:
         if pg is None:
             return
         if os.getpid() != self._pid:
-            _inherited.append(pg)
+            _never_freed.append(pg)
             return
         self._waits.close()
         if self.watch is not None:
@@ -453,9 +455,10 @@ class Group:
             if self.has_send_recv:
                 self.disconnect()  # gloo aborts where its thread ends before a connection that a fork has open too
                 self._abort_devices()
-                pg._get_backend(HOST).shutdown()
+                self.courtesies.do(pg._get_backend(HOST).shutdown)
             elif self.backend == THREADED:
                 dist.destroy_process_group(pg)
+        _never_freed.extend([pg] * (self.courtesies.stuck or (self.watch is not None and self.watch.overdue)))
         self._pg = None  # the last reference, which gives back connections and threads
         self._stages.clear()
 

@@ -25,10 +25,12 @@ from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
-from .departures import Departure, Departures, How, Posted, rank_name
+from .departures import Departure, Departures, How, Posted, go_on, rank_name
 from .process_identity import ProcessIdentity
 from .slices import SLICE_S, done_within
 
+# A wait is over after so many timeouts, should the backend be stuck, whose own limit is one: see [Note: courtesies].
+_OVERDUE = 2.0
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
 # How often the processes of this host are looked at, if they are no more than so many; more of them, less often.
@@ -51,12 +53,6 @@ _ANY_CALL = 1 << 62
 _SAID_S = 0.05
 
 
-def _go_on(ranks: Sequence[int]) -> str:
-    """Return what to do about ranks that are stopped while something else than training waits for them."""
-    them = "them" if len(ranks) > 1 else "it"
-    return f"let {them} go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint"
-
-
 # Calls in which this rank is in a step.
 _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
@@ -68,7 +64,7 @@ class Watch:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
         awaited: the rank whose message an exchange has last waited for.
         posted: the departures in the store, until the ring begins. timeout_option: what users write to bound a wait.
-        mark_after_s: seconds after which :meth:`mark` is due.
+        mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
     """
 
     timeout_option = "checks=Checks(timeout=...)"
@@ -90,7 +86,7 @@ class Watch:
         self._entered, self._within = 0, ""  # of which call, if not of a step, this rank waits for all ranks
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
-        self._warned = -1  # the last step of which the log says that an exchange waits long
+        self.overdue, self._warned = False, -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, store, self._ask)
 
@@ -112,6 +108,10 @@ class Watch:
             work = begin()
             while not done_within(work, SLICE_S):
                 patience.look()
+                if patience.waited > _OVERDUE * self._timeout_s:
+                    self.overdue = True
+                    late = RuntimeError(f"Timed out: the backend's limit of {self._timeout_s:g} s is long over")
+                    raise self._explain_error(late, patience.waited) or late
                 departure = self.departures.first(self._entered)
                 if departure is not None:
                     raise self.explain("", self._entered, _CLOSING_S) or self._leave_departed(departure)
@@ -237,7 +237,7 @@ class Watch:
         stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
         if waiting:  # what waits can be repeated, so the other ranks need not know
             self.departures.unanswering.update(ranks)
-            return PeerSilent(f"{stopped} {waiting}; {_go_on(ranks)}")
+            return PeerSilent(f"{stopped} {waiting}; {go_on(ranks)}")
         why = f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
         return self.leave_silent(ranks, why)
 
@@ -392,7 +392,7 @@ class Watch:
     def _stopped_error(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""
         are = "are" if len(stopped := self.stopped()) > 1 else "is"
-        return PeerSilent(f"{self.name(stopped)} {are} stopped; {_go_on(stopped)}") if stopped else None
+        return PeerSilent(f"{self.name(stopped)} {are} stopped; {go_on(stopped)}") if stopped else None
 
     def _lives(self, rank: int, seconds: float) -> bool:
         """Return whether a rank of this host still runs so long after its connection has broken."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PeerLost
-from .backend_errors import backend_words, first_line, is_loss
+from ..errors import OutOfResources, PeerLost
+from .backend_errors import backend_words, first_line, is_loss, refused_here
 from .slices import SLICE_S, done_within
 
 if TYPE_CHECKING:
@@ -156,11 +156,20 @@ class TransferQueue:
 
 @contextlib.contextmanager
 def peer_lost(who: str) -> Iterator[None]:
-    """Within it, a backend's error about a rank is a PeerLost, which says that ``who`` has ended."""
+    """Within it, a backend's error about a rank is a PeerLost, which says that ``who`` has ended.
+
+    A PeerLost is an OutOfResources where the backend says that this rank's own system has refused to send.
+    """
     try:
         yield
-    except PeerLost:
-        raise
+    except PeerLost as lost:
+        if not refused_here(text := backend_words(lost)):
+            raise
+        raise OutOfResources(
+            f"this rank's system lacks memory for connections, or descriptors ({text}), so the other ranks do not hear "
+            "from this one; free memory, or raise the limit of 'ulimit -n', and restart all ranks from the last "
+            "checkpoint"
+        ) from lost
     except RuntimeError as error:
         if not is_loss(error):
             raise

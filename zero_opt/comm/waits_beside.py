@@ -1,4 +1,11 @@
-"""Waits that cannot be cut into slices, on a thread beside the one that looks at the other ranks meanwhile."""
+"""Waits that cannot be cut into slices, on a thread beside the one that looks at the other ranks meanwhile.
+
+[Note: courtesies]
+Where the system refuses what gloo sends, as for lack of memory, gloo's thread and the sending one can wait for each
+other's locks for ever, and with them every later call about that connection. So what a rank does for the other ranks
+alone, once they part, is done on a thread of its own, for which the rank waits a little: it says that it leaves, tells
+who has left, and breaks and ends its connections. While one such call has not come back, further ones are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost
-from ..system.background_thread import CallingThread, SerialThread
+from ..system.background_thread import CallingThread, SerialThread, run_apart
 from .peer_watch import LOOK_AGAIN_S
 
 
@@ -34,6 +41,27 @@ def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None
     while look is not None and not futures.wait([future], LOOK_AGAIN_S).done:
         look()
     return future.result(0)
+
+
+# Seconds that a rank waits for a courtesy.
+_COURTESY_S = 3.0
+
+
+class Courtesies:
+    """What a rank does over one group for the other ranks alone; see [Note: courtesies]."""
+
+    def __init__(self) -> None:
+        self._last: futures.Future[Any] | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether one has not come back."""
+        return self._last is not None and not self._last.done()
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Do one, unless one is stuck. What it raises is dropped."""
+        if not self.stuck:
+            self._last = run_apart(call, _COURTESY_S)
 
 
 class SubmittedCall:

@@ -209,6 +209,11 @@ class StateGuard:
         """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
         self.failure, self._told = failure, False
 
+    @property
+    def completed(self) -> int:
+        """The steps of which this rank has all parts."""
+        return self.step - (self.failure is not None)
+
     def note_told(self) -> None:
         """Note that every rank knows that the step has failed on one."""
         self._told = True

@@ -5,7 +5,8 @@ Every message is a few int64 numbers, except listings and the elements themselve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -105,6 +106,12 @@ class Pull:
         self.heard: dict[int, int | None] = dict.fromkeys(ranks)
         self.waiting = set[int]()
         self.left = False
+
+    def stop(self, send: Callable[..., None]) -> None:
+        """Tell the ranks that have not been told to go to stop; ``send`` takes a rank, a tag and numbers."""
+        with contextlib.suppress(KeyError):  # there are none left
+            while True:
+                send(self.waiting.pop(), self.tag + 1, STOP, self.number)
 
     def warn(self) -> None:
         """Name, in the log, the ranks that have not sent their listings."""

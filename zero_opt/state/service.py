@@ -217,8 +217,8 @@ class StateService:
 
     def _tell(self, departure: Departure) -> None:
         """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
-        with contextlib.suppress(RuntimeError):
-            self._pass_on(words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure[:4])))
+        words = words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure[:4]))
+        self._side.courtesies.do(partial(self._pass_on, words))
         if departure.how is How.LOST:
             self._side.interrupt()
 
@@ -384,9 +384,8 @@ class StateService:
             warning.cancel()
             pull.left = True
             if pull.waiting:
-                with uninterrupted(), contextlib.suppress(RuntimeError, KeyError):
-                    while True:
-                        self._send(pull.waiting.pop(), pull.tag + 1, STOP, pull.number)
+                with uninterrupted():
+                    self._side.courtesies.do(partial(pull.stop, self._send))
 
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
         """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
@@ -472,9 +471,10 @@ class StateService:
             if self._closed:
                 return
             self._closed, self._in_order = True, in_order
+            steps = self._guard.completed
             self._guard.finish()
             self._freeze()
-            self._tell(Departure(self._side.rank, how, self._guard.step, self._departures.calls))
+            self._tell(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
             self._condition.notify_all()

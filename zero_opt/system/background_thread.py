@@ -199,17 +199,25 @@ class SerialThread:
         return self._thread is threading.current_thread()
 
 
-def run_apart(call: Callable[[], None], patience_s: float) -> None:
-    """Run a finalizer's call on a thread of its own, and wait for it, but no longer than ``patience_s``.
+def run_apart(call: Callable[[], object], patience_s: float) -> Future[Any]:
+    """Run a call on a thread of its own, and wait for it, but no longer than ``patience_s``.
 
-    The garbage collector may come to a finalizer anywhere: inside modes and transforms of torch's, which would take
-    what the call does with tensors; and while the thread holds what the call waits for.
+    Such is a finalizer's: the garbage collector may come to a finalizer anywhere, inside modes and transforms of
+    torch's, which would take what the call does with tensors; and while the thread holds what the call waits for. And
+    such is one that may never return. The interpreter's exit, during which it may begin, does not wait for it.
     """
-    thread = SerialThread("zero_opt end")
+    ended: Future[Any] = Future()
+    use_device = thread_device()
+
+    def run() -> None:
+        use_device()
+        ended.set_result(CallingThread().submit(call).exception(0))
+
+    thread = threading.Thread(target=run, name="zero_opt end")
     try:
-        ended = thread.submit(call)
+        _threads.start(thread)
     except RuntimeError:  # there is no thread to be had
-        call()
-        return
-    thread.close()
-    wait([ended], patience_s)
+        run()
+    if wait([ended], patience_s).not_done:
+        _left.add(thread)
+    return ended

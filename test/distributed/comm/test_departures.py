@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +93,26 @@ def test_a_rank_that_leaves_is_named_with_its_last_step(how: str, world_size: in
     for name, text in found[:1] + found[2:]:
         assert name == "PeerLost"
         assert text.startswith(WAYS[how])
+
+
+def _one_fails_and_closes(rank: int, world_size: int) -> Any:
+    def fails(*_: object) -> Iterator[int]:
+        yield from ()
+        raise SystemError("a step went wrong")
+
+    params, optimizer = _stepped(rank, "backend")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(optimizer._engine.placement, "step", fails)
+        with pytest.raises((SystemError, zero_opt.StepFailed)):
+            take_step(params, optimizer)
+    if rank == 1:
+        return optimizer.close()
+    return _lost_in(lambda: take_step(params, optimizer))
+
+
+def test_a_step_that_has_failed_does_not_count() -> None:
+    assert run_processes(2, _one_fails_and_closes)[0][1].startswith(WAYS["closes"])
 
 
 @pytest.mark.parametrize("call", list(CALLS)[1:])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from zero_opt.comm import peer_watch
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
 from zero_opt.errors import PeerLost
@@ -175,3 +177,15 @@ def test_of_two_that_were_seen_to_have_ended_together_both_are_named(three: tupl
     ended.update((11, 12))
     said = "rank 1 (pid 11), rank 2 (pid 12) have ended while step 0 waits for them, and they have taken no step; "
     assert str(watches[0].explain("", patience_s=0.0)).startswith(said)
+
+
+def test_a_wait_for_a_backend_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "done_within", lambda *_: time.sleep(0.01))  # never
+    processes = [ProcessIdentity(f"host {pid}", pid, pid) for pid in (10, 11)]
+    watch, left = Watch(_EmptyStore(), 0, processes, (0.3, 30.0)), list[int]()
+    watch.departures.leave = lambda: left.append(1)
+    with pytest.raises(PeerLost, match=r"rank 1 has not come to step 0 .*the backend's limit of 0.3 s is long over"):
+        watch.wait(object)
+    assert left
+    assert watch.overdue
+    watch.close()

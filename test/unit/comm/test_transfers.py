@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zero_opt.comm.transfers import Transfer, TransferQueue
-from zero_opt.errors import PeerLost
+from zero_opt.comm.transfers import Transfer, TransferQueue, peer_lost
+from zero_opt.errors import OutOfResources, PeerLost
 
 
 class _Message(Transfer):
@@ -52,3 +52,12 @@ def test_a_peer_that_is_gone_or_silent_is_lost_and_other_errors_are_what_they_ar
     with pytest.raises(RuntimeError, match=r"^Invalid scalar type$") as other:
         Transfer("rank 3", _says("Invalid scalar type"))  # type: ignore[arg-type]
     assert type(other.value) is RuntimeError
+
+
+@pytest.mark.parametrize("reason", ["Cannot allocate memory", "No buffer space available", "Too many open files"])
+def test_what_this_rank_could_not_send_is_no_loss_of_another(reason: str) -> None:
+    words = f"[gloo/transport/tcp/pair.cc:339] writev [127.0.0.1]:15749: {reason}"
+    with pytest.raises(OutOfResources, match=f"this rank's system lacks .*{reason}"), peer_lost("another rank"):
+        raise PeerLost("one of rank 1, rank 2 has ended") from RuntimeError(words)
+    with pytest.raises(PeerLost, match="has ended"), peer_lost("another rank"):
+        raise PeerLost("one of rank 1, rank 2 has ended") from RuntimeError("Connection closed by peer")

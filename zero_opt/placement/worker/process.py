@@ -125,7 +125,11 @@ class _Child:
 
     def dead(self, patience_ms: int) -> bool:
         """Whether the process has ended, or does within that time."""
-        return bool(self._poll.poll(patience_ms))
+        try:
+            return bool(self._poll.poll(patience_ms))
+        except OSError:  # for a moment the kernel lacks memory; the next look tells
+            time.sleep(patience_ms / 1000)
+            return False
 
     @property
     def was_killed(self) -> bool:
