@@ -293,14 +293,21 @@ class StateShard(MasterShard):
             if role in roles:
                 self._arrays[role].data.fill_(self._first)
 
-    def count_step(self, positions: Collection[int]) -> None:
-        """Count the step that was begun last of these slices."""
+    def next_steps(self, positions: Sequence[int]) -> list[float]:
+        """Return the :meth:`next_step` of each of these slices."""
+        counts = (self.steps + 1).tolist()
+        return [self.next_step(position, counts[position]) for position in positions]
+
+    def count_step(self, positions: Collection[int], numbers: Sequence[float]) -> None:
+        """Count the step that was begun last of these slices.
+
+        Args:
+            numbers: what :meth:`next_steps` was when it began: counted twice, it counts once.
+        """
         if not self.update.counts:
             self._note_made(positions)
-        elif len(positions) == len(self.pieces):
-            self.steps += 1
-        else:
-            self.steps[list(positions)] += 1
+        elif positions:
+            self.steps[list(positions)] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
         if self.update.counts or self.roles or self.shows_masters:
             self.stepped.update(positions)
         self.forget_values(positions)
@@ -309,5 +316,5 @@ class StateShard(MasterShard):
         """Note that the step has made the arrays of these slices, for :meth:`state` to show."""
         made = self.steps.tolist() if self.roles else ()
         for position in [position for position in positions if made and not made[position]]:
-            self.steps[position] = 1
             self._unseen.add(position)
+            self.steps[position] = 1

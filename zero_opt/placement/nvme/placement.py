@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -146,10 +147,23 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         update = partial(
             step_batches, grad_scale=grad_scale, threads=self.threads, flush_denormals=self._flush_denormals
         )
-        with uninterrupted():
-            step = FileStep(grads, self._shards, hypers, update, self._windows, self._buffers, self._disk)
-            self._pending = step
-        yield from self._run(step)
+        step = FileStep(grads, self._shards, hypers, update, self._windows, self._buffers, self._disk)
+        with self._keeping(step):
+            with uninterrupted():
+                self._pending = step
+                step.follow()
+            yield from self._run(step)
+
+    @contextmanager
+    def _keeping(self, step: FileStep) -> Iterator[None]:
+        """Let a step that fails within the context outlive it, once it is pending."""
+        try:
+            yield
+        except BaseException:
+            with uninterrupted():
+                if self._pending is step:
+                    step.keep()
+            raise
 
     def wait(self) -> None:
         """Wait for reads and writes that are under way, and begin no other."""
@@ -165,25 +179,20 @@ class NVMePlacement(NativePlacement[FileShard, FileStep]):
         self._load_mirrors()
         if self._pending is not None:
             self._pending.keep_edits()
-            yield from self._run(self._pending)
+            with self._keeping(self._pending):
+                yield from self._run(self._pending)
 
     def _run(self, step: FileStep) -> Iterator[int]:
         """Take what is left of a step, and yield buckets as they are updated."""
         left = Counter(part.shard.index for part in step.left())
         buckets = deque(step.buckets)
-        try:
-            for window in step.windows.run(step.change):
-                left.subtract(part.shard.index for part in step.segments[window.number])
-                while buckets and not left[buckets[0]]:
-                    step.store(buckets[0])
-                    yield buckets.popleft()
-        except BaseException:
-            with uninterrupted():
-                step.keep()
-            raise
+        for window in step.windows.run(step.change):
+            left.subtract(part.shard.index for part in step.segments[window.number])
+            while buckets and not left[buckets[0]]:
+                step.store(buckets[0])
+                yield buckets.popleft()
         with uninterrupted():
-            for shard, positions in step.used:
-                shard.count_step(positions)
+            step.count()
             for bucket in buckets:
                 step.store(bucket)
             self._pending = None

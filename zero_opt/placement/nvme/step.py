@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,14 +66,13 @@ class FileStep:
             shard, positions = shards[grad_shard.bucket], grad_shard.with_grad
             if positions:
                 self._used[grad_shard.bucket] = (shard, positions)
-            for position in positions:
+            for position, number in zip(positions, shard.next_steps(positions), strict=True):
                 grad, key = grad_shard.grads[position], (shard.index, position)
                 assert grad is not None
                 self._grads[key] = shard.flat_grad(position, grad)
-                self._numbers[key] = shard.next_step(position, float(shard.steps[position] + 1))
+                self._numbers[key] = number
                 if shard.to_read(position):
                     self._following.add(key)
-                shard.follow(position)
         used = []
         for window, parts in windows:
             stepped = [part for part in parts if part.slice_key in self._grads]
@@ -81,50 +81,59 @@ class FileStep:
                 used.append(window)
         self.windows = WindowPass(used, buffers, disk)
 
+    def follow(self) -> None:
+        """Take all writes to parameters so far as known: they are what this step begins from, or its own.
+
+        But for those of :meth:`keep_edits`.
+        """
+        for bucket, (shard, positions) in self._used.items():
+            for position in positions:
+                if (bucket, position) not in self._dropped:
+                    shard.follow(position)
+
     def left(self) -> list[Segment]:
         """What has not been stepped yet."""
         return [part for window in self.windows.unchanged for part in self.segments[window.number]]
 
     # -- a window -----------------------------------------------------------------------------------------------------
 
-    def change(self, window: FileWindow, arrays: dict[str, Tensor]) -> None:
-        """Step a window, and the parameters that it is the state of; all of it or, with an exception, nothing."""
+    def change(self, window: FileWindow, arrays: dict[str, Tensor]) -> Callable[[], None]:
+        """Step a window. Return what brings the result into the parameters, which are not written before."""
         parts = self.segments[window.number]
         stepped = [self._arrays(part, arrays) for part in parts]
         names = [part.shard.flats[part.position].label for part in parts]
-        check_apart([(f"param of {name}", own["param"]) for name, own in zip(names, stepped, strict=True)])
+        check_apart([(f"param of {name}", self._param(part)) for name, part in zip(names, parts, strict=True)])
         batches: dict[tuple[int, int], StepBatch] = {}
         for part, own, name in zip(parts, stepped, names, strict=True):
             group, gradients = part.shard.bucket.layout.group, part.shard.gradients[part.position]
             hypers = self._hypers[group].for_mean_of(gradients)
             batches.setdefault((group, gradients), (hypers, []))[1].append(self._bound(part, own, name))
+        self._step(batches.values())
+        return partial(self._land, parts, [own.get("out", own["param"]) for own in stepped])
+
+    def _land(self, parts: Sequence[Segment], results: Sequence[Tensor]) -> None:
+        """Copy results to the parameters, but for those that the user has changed since the step failed."""
         with own_writes([part.shard.flats[part.position] for part in parts]):
-            self._step(batches.values())
-            for part, own in zip(parts, stepped, strict=True):
-                target, result = self._param(part), own.get("out", own["param"])
-                if part.slice_key not in self._dropped and result.data_ptr() != target.data_ptr():
-                    target.copy_(result)
+            for part, result in zip(parts, results, strict=True):
+                if part.slice_key not in self._dropped:
+                    self._param(part).copy_(result)
 
     def _param(self, part: Segment) -> Tensor:
         """The parameter's elements, (part numel,)."""
         return part.shard.param_run(part.position)[part.at]
 
     def _arrays(self, part: Segment, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a step writes of a part, by the kernel's names."""
-        shard, target, dropped = part.shard, self._param(part), part.slice_key in self._dropped
+        """Return what a step writes of a part, by the kernel's names: the state, and no memory of the parameter."""
+        shard, target = part.shard, self._param(part)
         state = {role: arrays[role][span_of(role, part.where)] for role in state_dtypes(shard.form, shard.roles)}
-        master, out = target, None
-        if shard.splits and not shard.direct:
-            master = target.to(HOST)
-        elif not shard.direct:
-            master = arrays["master"][part.where]
-            if part.slice_key in self._following:
-                follow_param(master, target)
-            if shard.param_dtype is not torch.float32:
-                out = torch.empty_like(target, device=HOST) if dropped or not target.is_cpu else target
-        elif dropped:
-            master = target.clone()
-        return {"param": master, **state, **({} if out is None else {"out": out})}
+        if shard.splits or shard.direct:
+            return {"param": target.to(HOST, copy=True), **state}
+        master = arrays["master"][part.where]
+        if part.slice_key in self._following:
+            follow_param(master, target)
+        if shard.param_dtype is torch.float32:
+            return {"param": master, **state}
+        return {"param": master, **state, "out": torch.empty_like(target, device=HOST)}
 
     def _bound(self, part: Segment, arrays: Mapping[str, Tensor], name: str) -> BoundRun:
         """Return the run of a part, with its gradient, after checks of both."""
@@ -138,6 +147,11 @@ class FileStep:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def count(self) -> None:
+        """Count the step, once, however often this is called."""
+        for bucket, (shard, positions) in self._used.items():
+            shard.count_step(positions, [self._numbers[bucket, position] for position in positions])
+
     def store(self, bucket: int) -> None:
         """Bring what was stepped in mirrors of a bucket's parameters into those."""
         if bucket in self._used:
@@ -149,6 +163,7 @@ class FileStep:
 
     def keep(self) -> None:
         """The step has failed: let it outlive the backward that gave the gradients, and be seen as far as it went."""
+        self.follow()
         self._grads = {key: self._grads[key].clone() for key in {part.slice_key for part in self.left()}}
         for bucket in self._used:
             self.store(bucket)

@@ -1,23 +1,24 @@
 """One pass over windows of a file: each is read, changed in memory and written back to where it was.
 
-What a pass promises, whatever fails in between. Every window is at any time in exactly one of three conditions:
+What a pass promises, whatever fails in between, wherever an exception is raised. Windows are changed in order, and
+written in order, so two counts tell how far a pass is. Every window is at any time in one of three conditions:
 
-- *to do*: nothing of it has been changed; the file has it as it was before.
-- *unsaved*: it was changed; a buffer holds it, and nothing else does, as a write that failed may have left anything.
-- *saved*: it was changed, and the file has it.
+- *to do*, from the count of changed windows on: the file has it as it was before, and so have the parameters.
+- *unsaved*: it was changed; its buffer holds it, and nothing else does, as a write that failed may have left anything.
+- *saved*, up to the count of saved windows: it was changed, and the file has it.
 
-A window goes from the first to the second when the change has been made, by a call that either does all of it or raises
-before it does anything, and from the second to the third when its write has succeeded. A read that fails leaves it in
-the first, a write that fails in the second; no buffer is given to another window before that, and Ctrl-C waits until a
-window is in one of them. So a second call of :meth:`WindowPass.run`, which writes the unsaved windows anew and goes on
-with those to do, changes every window once, and from what it was before the pass; it ends with the bits of a pass in
-which nothing failed.
+One assignment moves a window from the first to the second. A change that is made before it is in memory that nobody
+reads otherwise: in the buffer, which is read anew, and in results, which are not in the parameters. After it, the
+results are copied to the parameters, which may be repeated. Another assignment moves the window from the second to the
+third, when its write has succeeded. A window has its buffer by its number, and no buffer is given to another window
+before the one that it holds is saved. All else that a pass remembers are transfers under way; a second call of
+:meth:`WindowPass.run` waits until there are none, and forgets them. So it changes every window once, and from what it
+was before the pass; it ends with the bits of a pass in which nothing failed.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
@@ -115,11 +116,21 @@ class Disk:
         with Phase("disk"):
             done = futures_wait([transfer], self.patience_s).done
         if transfer not in done:
-            raise StorageFailed(
-                f"the disk under {self.file.folder!r} has not answered for {self.patience_s:g} s; give it longer with "
-                "NVMeOffload(hang_timeout=...)"
-            )
+            raise self._silent()
         transfer.result(0)
+
+    def drain(self) -> None:
+        """Wait until no transfer is under way, known to the caller or not; StorageFailed as from :meth:`wait`."""
+        with Phase("disk"):
+            for thread in (self._reader, self._writer):
+                if not thread.idle_within(self.patience_s):
+                    raise self._silent()
+
+    def _silent(self) -> StorageFailed:
+        return StorageFailed(
+            f"the disk under {self.file.folder!r} has not answered for {self.patience_s:g} s; give it longer with "
+            "NVMeOffload(hang_timeout=...)"
+        )
 
     def close(self) -> None:
         """End the threads; transfers go on until they end."""
@@ -127,18 +138,20 @@ class Disk:
         self._writer.close()
 
 
-class _Transfer(NamedTuple):
-    window: FileWindow
-    buffer: Buffer
-    future: Future[None]
+# Makes a change of a window and its arrays, which are written in place. What it returns brings the result to where it
+# is read, and may be called again. Called anew if it raises, with the arrays as they were.
+Change = Callable[[FileWindow, dict[str, Tensor]], Callable[[], None]]
 
-    @property
-    def failed(self) -> bool:
-        return self.future.done() and self.future.exception(0) is not None
 
-    @property
-    def saved(self) -> bool:
-        return self.future.done() and self.future.exception(0) is None
+class _Changed(NamedTuple):
+    """The end of the windows that have been changed, and what brings the last one's result to where it is read."""
+
+    end: int
+    land: Callable[[], None]
+
+
+def _failed(transfer: Future[None]) -> bool:
+    return transfer.done() and transfer.exception(0) is not None
 
 
 class WindowPass:
@@ -150,54 +163,48 @@ class WindowPass:
     """
 
     def __init__(self, windows: Sequence[FileWindow], buffers: Sequence[Buffer], disk: Disk) -> None:
-        self._todo = deque(windows)
-        self._free, self._disk = list(buffers), disk
-        self._reading: deque[_Transfer] = deque()
-        self._unsaved: deque[_Transfer] = deque()
+        self._windows, self._buffers, self._disk = windows, buffers, disk
+        self._changed = _Changed(0, lambda: None)
+        self._saved = 0  # how many
+        # Transfers by place in the order: of windows that are to do, and of those that are unsaved.
+        self._reads: dict[int, Future[None]] = {}
+        self._writes: dict[int, Future[None]] = {}
 
-    def run(self, change: Callable[[FileWindow, dict[str, Tensor]], None]) -> Iterator[FileWindow]:
+    def run(self, change: Change) -> Iterator[FileWindow]:
         """Make the pass, or what is left of it. Yields every window when it is changed; ends when all are saved.
-
-        Args:
-            change: is given a window and its arrays, to be written in place; all or nothing.
 
         Raises:
             StorageFailed, or what ``change`` raises: see the module.
         """
-        self.drain()
-        with uninterrupted():
-            self._resume()
-        while self._todo or self._reading:
-            self._await_room()
+        self._resume()
+        for place in range(self._changed.end, len(self._windows)):
+            window = self._windows[place]
+            self._await_room(place)
             with uninterrupted():
                 self._read_ahead()
-            self._await_read()
+            self._disk.wait(self._reads[place])
             with uninterrupted():
-                window, buffer, _ = self._reading.popleft()
-                try:
-                    change(window, buffer.arrays(window))
-                except BaseException:
-                    self._give_up(window, buffer)
-                    raise
-                self._unsaved.append(_Transfer(window, buffer, self._disk.write(window, buffer)))
+                self._changed = _Changed(place + 1, change(window, self._buffer(place).arrays(window)))
+                self._changed.land()
+                self._write(place)
             yield window
-        while self._unsaved:
-            self._disk.wait(self._unsaved[0].future)
-            self._free_saved()
+        while self._saved < len(self._windows):
+            self._save_next()
 
     def _resume(self) -> None:
         """After a failure: forget what was read, which may be old, and write anew what could not be."""
-        while self._reading:
-            self._give_up(*self._reading.pop()[:2])
-        self._todo = deque(sorted(self._todo, key=lambda window: window.number))
-        for number, (window, buffer, _) in enumerate(self._unsaved):
-            if self._unsaved[number].failed:
-                self._unsaved[number] = _Transfer(window, buffer, self._disk.write(window, buffer))
+        self.drain()
+        self._reads.clear()
+        with uninterrupted():
+            self._changed.land()
+            for place in range(self._saved, self._changed.end):
+                if place not in self._writes or _failed(self._writes[place]):
+                    self._write(place)
 
     @property
-    def unchanged(self) -> list[FileWindow]:
+    def unchanged(self) -> Sequence[FileWindow]:
         """The windows that are to do."""
-        return [*(transfer.window for transfer in self._reading), *self._todo]
+        return self._windows[self._changed.end :]
 
     def drain(self) -> None:
         """Wait until no transfer is under way, however those end.
@@ -205,47 +212,29 @@ class WindowPass:
         Raises:
             StorageFailed: one does not end in time.
         """
-        for transfer in (*self._reading, *self._unsaved):
-            self._wait_out(transfer)
+        self._disk.drain()
 
-    def _wait_out(self, transfer: _Transfer) -> None:
-        try:
-            self._disk.wait(transfer.future)
-        except Exception:
-            if not transfer.future.done():
-                raise
+    def _buffer(self, place: int) -> Buffer:
+        return self._buffers[place % len(self._buffers)]
 
-    def _give_up(self, window: FileWindow, buffer: Buffer) -> None:
-        """Put a window back among those to do, and free its buffer."""
-        self._todo.appendleft(window)
-        self._free.append(buffer)
+    def _write(self, place: int) -> None:
+        self._writes[place] = self._disk.write(self._windows[place], self._buffer(place))
 
-    def _await_room(self) -> None:
-        """Wait for a buffer if there is none to read into, nor one that is being read."""
-        if self._todo and not self._free and not self._reading:
-            self._disk.wait(self._unsaved[0].future)
+    def _await_room(self, place: int) -> None:
+        """Wait until the buffer of a window is free, if it is the next to be changed."""
+        while place >= self._saved + len(self._buffers):
+            self._save_next()
 
     def _read_ahead(self) -> None:
         """Let all free buffers be read into."""
-        while self._unsaved and self._unsaved[0].saved:
-            self._free_saved()
-        while self._todo and self._free:
-            window, buffer = self._todo.popleft(), self._free.pop()
-            self._reading.append(_Transfer(window, buffer, self._disk.read(window, buffer)))
+        while (write := self._writes.get(self._saved)) is not None and write.done() and not _failed(write):
+            self._save_next()
+        free = range(self._changed.end, min(self._saved + len(self._buffers), len(self._windows)))
+        for place in free:
+            if place not in self._reads:
+                self._reads[place] = self._disk.read(self._windows[place], self._buffer(place))
 
-    def _await_read(self) -> None:
-        """Wait for the oldest read; one that has failed leaves its window to do."""
-        window, buffer, future = self._reading[0]
-        try:
-            self._disk.wait(future)
-        except Exception:
-            if future.done():
-                with uninterrupted():
-                    self._reading.popleft()
-                    self._give_up(window, buffer)
-            raise
-
-    def _free_saved(self) -> None:
-        """Free the buffer of the oldest write, which has succeeded."""
-        with uninterrupted():
-            self._free.append(self._unsaved.popleft().buffer)
+    def _save_next(self) -> None:
+        """Wait for the oldest write, which frees its buffer."""
+        self._disk.wait(self._writes[self._saved])
+        self._saved += 1

@@ -213,7 +213,7 @@ class ArenaShard(StateShard):
         names = {"param": self._stepped_role, **{role: role for role in state_dtypes(self.form, self.roles)}}
         return {role: self._arrays[in_bank(name, bank)][span_of(role, where)] for role, name in names.items()}
 
-    def count_step(self, positions: Collection[int]) -> None:
+    def count_step(self, positions: Collection[int], numbers: Sequence[float]) -> None:
         """Count a step of these slices, whose gradients the worker has read."""
-        super().count_step(positions)
+        super().count_step(positions, numbers)
         self.bucket.reclaim()

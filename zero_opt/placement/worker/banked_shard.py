@@ -85,9 +85,9 @@ class BankedShard(ArenaShard):
                 # What has a version counter of its own: no value changes that counts.
                 self._arrays[in_bank(role, 1 - bank)].data[where] = self._arrays[in_bank(role, bank)][where]
 
-    def count_step(self, positions: Collection[int]) -> None:
+    def count_step(self, positions: Collection[int], numbers: Sequence[float]) -> None:
         """Let the banks count, and be shown, that the step has written."""
-        super().count_step(positions)
+        super().count_step(positions, numbers)
         for position in positions:
             self.bank[position] ^= 1
             self._copies.pop(position, None)

@@ -55,12 +55,13 @@ class Pending(NamedTuple):
 
     Attributes:
         sequence: its number; ``None`` where nothing of it is on this rank.
-        params: those that any rank steps. used: what is stepped here.
+        params: those that any rank steps. used: what is stepped here. numbers: of the step, of each slice of each.
     """
 
     sequence: int | None
     params: ParamsByBucket
     used: Sequence[Used]
+    numbers: Sequence[Sequence[float]]
 
 
 class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
@@ -344,8 +345,8 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
         if pending is None:
             return
         with uninterrupted():
-            for shard, positions in pending.used:
-                shard.count_step(positions)
+            for (shard, positions), numbers in zip(pending.used, pending.numbers, strict=True):
+                shard.count_step(positions, numbers)
             self._written()
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
             self._delivery.deliver(made)
@@ -388,6 +389,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
                     runs.append(run)
                     addresses.append(address)
         self._await_copies()
+        numbers = [shard.next_steps(positions) for shard, positions in used]
         sequence = None
         if any(runs for _, runs, _ in batches.values()):
             sequence = self._send(list(batches.values()))
@@ -395,7 +397,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             shard.lend_grads()
         for shard in self._shards.values():
             shard.reduced.end_step()
-        return Pending(sequence, used_params(grads), used)
+        return Pending(sequence, used_params(grads), used, numbers)
 
     def _take_grads(self, grads: Sequence[GradShard]) -> list[Used]:
         """Return what is used here. Its gradients are in the arena, or copies of them are on their way there."""

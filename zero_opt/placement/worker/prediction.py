@@ -15,7 +15,7 @@ from ..state_shard import StateShard
 from .arena_shard import ArenaShard
 from .placement import Pending, WorkerPlacement
 
-_NO_STEP = Pending(None, {}, ())
+_NO_STEP = Pending(None, {}, (), ())
 
 
 class PredictedShard(ArenaShard):

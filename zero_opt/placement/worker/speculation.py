@@ -296,7 +296,9 @@ class SpeculativePlacement(WorkerPlacement):
             self._summed.clear()
             # All that was submitted ends before a result is brought in: then the banks that do not count are free.
             sequence = self._worker.control.drafted if drafted or made.sequence is not None else None
-            return Pending(sequence, used_params(grads), [*made.used, *drafted.values()])
+            numbers = [shard.next_steps(positions) for shard, positions in drafted.values()]
+            stepped = [*made.used, *drafted.values()]
+            return Pending(sequence, used_params(grads), stepped, [*made.numbers, *numbers])
 
     def _was_drafted(self, used: Used, groups: Sequence[Mapping[str, Any]], grad_scale: float) -> bool:
         """Whether a draft of a bucket is the step that is to be taken."""
