@@ -14,7 +14,7 @@ class Raised(Exception):
 
 
 class Place(NamedTuple):
-    """A line that is entered, called or returned from."""
+    """A line that begins, or a return."""
 
     path: str
     line: int
@@ -47,7 +47,7 @@ class Tracer:
     def _come_to(self, frame: FrameType, event: str, _: Any) -> Any:
         if not (str(frame.f_globals.get("__name__")).startswith("zero_opt.") and self._of_call(frame)):
             return self._come_to
-        if event != "exception" and self._counts():
+        if event in ("line", "return") and self._counts():
             place = Place(frame.f_code.co_filename, frame.f_lineno, event)
             self.places[place] = self.places.get(place, 0) + 1
             if self.due == (place, self.places[place]):

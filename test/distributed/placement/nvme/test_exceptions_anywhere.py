@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,10 +22,14 @@ from test.support.nvme_training import make, placement_of, step_copies_of_params
 from test.support.raised_anywhere import Place, Raised, Tracer
 from test.support.scenario import values
 from test.support.worker_training import SHAPES, make_params
+from zero_opt.placement.nvme import step as nvme_step
+from zero_opt.placement.nvme.extents import FileShard
 from zero_opt.placement.nvme.placement import NVMePlacement
+from zero_opt.placement.nvme.step import FileStep
+from zero_opt.placement.nvme.window_pass import Disk, WindowPass
 
-_STEP = 2
-_CODES = (NVMePlacement.step.__code__, NVMePlacement._keeping.__wrapped__.__code__)
+_STEP = 1
+_CODES = (NVMePlacement.step.__code__, inspect.unwrap(NVMePlacement._keeping).__code__)
 
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
@@ -31,28 +39,17 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-def _in_pass(frame: FrameType) -> bool:
-    return frame.f_code in _CODES
-
-
-def _trained(path: Path, kind: str, due: tuple[Place, int] | None, places: dict[Place, int]) -> Any:
-    """Train; in one step an exception is raised where it is due, and flush() goes on once the gradients are gone."""
+def _trained(path: Path, kind: str, trouble: Callable[[Any], AbstractContextManager[None]] | None = None) -> Any:
+    """Train; one step is taken within the trouble, and flush() goes on once its gradients are gone."""
     dtype, options = KINDS[kind]
     params = make_params(dtype)
     optimizer = make(params, path, **options)
-    placement = placement_of(optimizer)
-    tracer = Tracer(_in_pass, lambda: placement.pending)
-    tracer.due = due
     for step in range(_STEP + 2):
         torch.autograd.backward(params, [values(step, 1, 0, i, s).to(dtype) for i, s in enumerate(SHAPES)])
-        if step != _STEP:
+        if step != _STEP or trouble is None:
             optimizer.step()
-        elif due is None:
-            with tracer.tracing():
-                optimizer.step()
-            places |= tracer.places
         else:
-            with pytest.raises(Raised), tracer.tracing():
+            with trouble(placement_of(optimizer)):
                 optimizer.step()
             optimizer.zero_grad()
             torch.autograd.backward(params, [torch.full_like(param, 7.0) for param in params])
@@ -64,31 +61,102 @@ def _trained(path: Path, kind: str, due: tuple[Place, int] | None, places: dict[
     return found
 
 
-def _slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
-    """Let transfers take so long that none ends before it is waited for."""
-    call = getattr(os, name)
-
-    def slow(*given: Any) -> int:
-        time.sleep(seconds)
-        return int(call(*given))
-
-    monkeypatch.setattr(os, name, slow)
+@contextmanager
+def _raised_at(due: tuple[Place, int], placement: NVMePlacement) -> Iterator[None]:
+    tracer = Tracer(lambda frame: frame.f_code in _CODES, lambda: placement.pending)
+    tracer.due = due
+    with pytest.raises(Raised), tracer.tracing():
+        yield
 
 
-@pytest.mark.parametrize("slow", [None, "preadv", "pwritev"])
-@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+@contextmanager
+def _counting(places: dict[Place, int], placement: NVMePlacement) -> Iterator[None]:
+    tracer = Tracer(lambda frame: frame.f_code in _CODES, lambda: placement.pending)
+    with tracer.tracing():
+        yield
+    places |= tracer.places
+
+
+@contextmanager
+def _raised_beside(
+    place: tuple[Any, str], due: int, after: bool, calls: list[int], placement: NVMePlacement
+) -> Iterator[None]:
+    """The call with this number raises before, or after, what it does."""
+    called = getattr(*place)
+
+    def call(*given: Any, **named: Any) -> Any:
+        calls[0] += placement.pending
+        strikes = placement.pending and calls[0] == due
+        if strikes and not after:
+            raise Raised
+        result = called(*given, **named)
+        if strikes:
+            raise Raised
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Raised):
+        patch.setattr(*place, call)
+        yield
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no transfer end before it is waited for."""
+    for name in ("preadv", "pwritev"):
+        call = getattr(os, name)
+
+        def slow(*given: Any, call: Any = call) -> Any:
+            time.sleep(0.0005)
+            return call(*given)
+
+        monkeypatch.setattr(os, name, slow)
+
+
+_PARTS = 24
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("apart", [False, True], ids=["params", "copies"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_at_any_line_loses_no_window_and_steps_none_twice(
-    kind: str, apart: bool, slow: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, apart: bool, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line is come to for the first time, in the middle, and for the last time."""
+    """The first, the middle and the last time that a line is come to, in turn from one line to the next."""
     if apart:
         step_copies_of_params(monkeypatch)
-    if slow is not None:
-        _slow(monkeypatch, slow, 0.0005)
-    places: dict[Place, int] = {}
-    reference = _trained(tmp_path, kind, None, places)
+    _slow(monkeypatch)
+    reference, places = _trained(tmp_path, kind), dict[Place, int]()
+    _trained(tmp_path, kind, partial(_counting, places))
     assert len({place.path for place in places}) >= 5
-    for place, count in places.items():
-        for time_ in sorted({1, (count + 1) // 2, count}):
-            assert_bitwise(_trained(tmp_path, kind, (place, time_), {}), reference, f"{place}, time {time_}")
+    for number, (place, count) in list(enumerate(places.items()))[part::_PARTS]:
+        due = (1, (count + 1) // 2, count)[number % 3]
+        assert_bitwise(_trained(tmp_path, kind, partial(_raised_at, (place, due))), reference, f"{place}, time {due}")
+
+
+CALLS = [
+    (Disk, "read"),
+    (Disk, "write"),
+    (nvme_step, "step_runs"),
+    (FileStep, "_land"),
+    (FileStep, "follow"),
+    (FileStep, "store"),
+    (FileShard, "count_step"),
+    (WindowPass, "run"),
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", CALLS, ids=lambda place: place[1])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_an_exception_beside_a_call_loses_no_window_and_steps_none_twice(
+    kind: str, place: tuple[Any, str], after: bool, tmp_path: Path
+) -> None:
+    """Each call of a step in turn."""
+    reference = _trained(tmp_path, kind)
+    for due in itertools.count(1):
+        calls = [0]
+        found = _trained(tmp_path, kind, partial(_raised_beside, place, due, after, calls))
+        assert_bitwise(found, reference, f"call {due}")
+        if calls[0] < due:  # there are no more
+            break
+    assert due > 1
