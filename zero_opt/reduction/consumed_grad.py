@@ -41,8 +41,12 @@ class GradOwner(Protocol):
     def zero_consumed(self, param: int) -> None:
         """Make the held gradient of one parameter zero."""
 
-    def may_copy_pending(self, param: int, target: Tensor) -> bool:
+    def release(self, param: int) -> Tensor | None:
+        """Give up the gradient of a parameter that waits for a step of the owner's; ``None`` if none merely waits."""
+
+    def may_copy_pending(self, param: int, target: Tensor) -> bool:  # noqa: ARG002
         """Return whether the caller may copy to ``target`` what was accumulated after the gradient was taken."""
+        return False
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """Multiply every held gradient by ``inv_scale``; returns whether any rank found a non-finite value."""
@@ -166,6 +170,14 @@ def not_held_here(grad: ConsumedGrad, here: GradOwner | None = None) -> Gradient
         f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
         "gc.collect() ends it)"
     )
+
+
+def taken_over(grad: Tensor | None, here: GradOwner) -> Tensor | None:
+    """Return a gradient, or what merely waits in another owner's stand-in; ``None`` where the values have moved."""
+    if not isinstance(grad, ConsumedGrad):
+        return grad
+    owner = grad.owner()
+    return None if owner is None or owner is here else owner.release(grad.param)
 
 
 def set_again(label: str) -> GradientConflict:

@@ -107,8 +107,7 @@ class DDPHookReduction(OverlappedReduction):
         if index in self._copied:
             value = self._places[index].consumed.take_pending()
         elif grad is not None and not taken:
-            value = grad
-            self._check_fresh(index, grad)
+            value = self._fresh(index, grad)
             if value.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
                 value = value.clone()
         if taken:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .autograd_hooks import untraced
-from .consumed_grad import ConsumedGrad, GradOwner, any_pending, consumed_conflict
+from .consumed_grad import ConsumedGrad, GradOwner, any_pending, not_held_here
 
 
 class GradPlace(NamedTuple):
@@ -50,6 +50,8 @@ class GradPlaces(dict[int, GradPlace]):
         if self.has_taken(index):
             self[index] = GradPlace(param, self[index].consumed, *at)
             return
+        if index in self:
+            self[index].consumed.void()  # somebody may have kept it
         self[index] = GradPlace(param, ConsumedGrad(param, owner, index, label), *at)
         (self._references,) = _references([self[index].consumed])
 
@@ -63,12 +65,11 @@ class GradPlaces(dict[int, GradPlace]):
         param, consumed, _, _ = self[index]
         param.grad, consumed.pending = consumed, grad
 
-    def require_held(self, params: Sequence[Tensor]) -> None:
-        """Raise GradientConflict for the gradient of a parameter without a place that another reduction holds."""
-        if len(self) < len(params):
-            conflict = consumed_conflict(param for index, param in enumerate(params) if index not in self)
-            if conflict is not None:
-                raise conflict
+    def require_held(self, params: Sequence[Tensor], planned: Collection[int], here: GradOwner) -> None:
+        """Raise GradientConflict for the gradient of a parameter that is not planned, if it is not held here."""
+        for index, param in enumerate(params if len(planned) < len(params) else ()):
+            if index not in planned and isinstance(grad := param.grad, ConsumedGrad) and not self.has_taken(index):
+                raise not_held_here(grad, here)
 
     def dropped(self, among: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` is another, or None; other threads of autograd may have put new ones there."""

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from ..system.interrupts import uninterrupted
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
-from .consumed_grad import ConsumedGrad, not_held_here, set_again, sparse
+from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlace, GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
@@ -47,7 +48,7 @@ from .shard_squares import ShardSquares
 _STRIDED, _graph_task = torch.strided, torch._C._current_graph_task_id
 
 
-class OverlappedReduction(GradReduction):
+class OverlappedReduction(GradReduction, GradOwner):
     """Gradients that leave for their shards during backward, and are consumed; see the module.
 
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
@@ -175,7 +176,7 @@ class OverlappedReduction(GradReduction):
         else:
             if type(grad) is not Tensor or grad.layout is not _STRIDED or index in self._shown:
                 del consumed, place  # which would be references to the stand-in
-                self._check_fresh(index, grad)
+                grad = self._fresh(index, grad)
                 place = self._places[index]
                 consumed = place.consumed
             try:
@@ -189,17 +190,14 @@ class OverlappedReduction(GradReduction):
 
     def _set_aside(self, index: int) -> None:
         """Let a gradient wait for step() in its stand-in: the ranks have still to agree that it is trainable."""
-        param = self._parts.all_params[index]
-        if (grad := param.grad) is None or self._places.has_taken(index):
-            return
-        if index not in self._partition.flats:
+        param, flats = self._parts.all_params[index], self._partition.flats
+        if self._places.has_taken(index) or (grad := taken_over(param.grad, self)) is None:
+            return  # another optimizer, which trains it, may have taken it: a step of this one would say so
+        if index in flats:
+            flats[index].moved()  # raises where the gradient would not fit
+        else:
             self._places.plan(index, param, self, self._partition.describe(index))
-        self._check_fresh(index, grad)
-        try:
-            self._places.hold(index, grad)
-        except RuntimeError:  # as in _take()
-            self._partition.flats[index].moved()
-            raise
+        self._places.hold(index, self._fresh(index, grad))
         self._shown.add(index)
 
     def _deliver(self, index: int, place: GradPlace, value: Tensor) -> None:
@@ -217,15 +215,16 @@ class OverlappedReduction(GradReduction):
                 self._completed.append(place.bucket)
             self._launch_complete()
 
-    def _check_fresh(self, index: int, grad: Tensor) -> None:
-        """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before."""
-        if isinstance(grad, ConsumedGrad):
-            raise not_held_here(grad, self)
+    def _fresh(self, index: int, given: Any) -> Tensor:
+        """Check a gradient that starts afresh, as ``p.grad`` was None before, and forget the one before; return it."""
+        if (grad := taken_over(given, self)) is None:
+            raise not_held_here(given, self)
         if grad.layout is not torch.strided:
             raise sparse(self._places[index].consumed.label)
         if index in self._shown:  # else the shard holds what other ranks alone have contributed so far
             self._start_afresh([index])
         self._places[index].consumed.pending = None
+        return grad
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
@@ -321,7 +320,7 @@ class OverlappedReduction(GradReduction):
                 "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"
             )
         try:
-            self._places.require_held(self._parts.all_params)
+            self._places.require_held(self._parts.all_params, self._partition.flats, self)
             self._require_synced()
             self._take_plain()
         except ZeroOptError as own:
@@ -473,8 +472,9 @@ class OverlappedReduction(GradReduction):
             fill.grads[place.position] = None
         self._restart([param])
 
-    def may_copy_pending(self, param: int, target: Tensor) -> bool:  # noqa: ARG002  (see GradOwner)
-        return False
+    def release(self, param: int) -> Tensor | None:
+        place = self._places[param]
+        return None if place.bucket in self._fills else place.consumed.take_pending()
 
     def unscale_consumed(self, inv_scale: Tensor) -> bool:
         """See :class:`GradOwner`. Collective: GradScaler calls it on every rank.

@@ -256,6 +256,16 @@ class SelectivePlacement(Placement):
                 column_slice.select(self._chosen[index])
                 self._inner.repoint([index])  # masters that it does not show follow the parameter
         self._chosen = {}
+        left = deque(self._updated)
+        for bucket in self._with_selected(self._stepped(grads, groups, grad_scale)):
+            while left and left[0] <= bucket:
+                yield left.popleft()
+        yield from left
+
+    def _stepped(
+        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
+    ) -> Iterator[int]:
+        """Step selected columns and, as a window ends, the others; yields the buckets of which these are updated."""
         overwritten = self._closes and not self._delay
         for shard in grads:
             used = self._used(shard)
@@ -265,11 +275,8 @@ class SelectivePlacement(Placement):
             write_selected(found for found, _ in stepped if not overwritten or found.mask.all())
             for found, grad in used:
                 found.gather(grad, grad_scale)
-        left = deque(self._updated)
-        for bucket in self._with_selected(self._inner.step(self._take_means(), groups, 1.0)) if self._closes else ():
-            while left and left[0] <= bucket:
-                yield left.popleft()
-        yield from left
+        if self._closes:
+            yield from self._inner.step(self._take_means(), groups, 1.0)
 
     def _take_means(self) -> list[GradShard]:
         """What the inner placement is to step now that a window ends."""
