@@ -150,7 +150,7 @@ class _Changed(NamedTuple):
     land: Callable[[], None]
 
 
-def _failed(transfer: Future[None]) -> bool:
+def _has_failed(transfer: Future[None]) -> bool:
     return transfer.done() and transfer.exception(0) is not None
 
 
@@ -198,7 +198,7 @@ class WindowPass:
         with uninterrupted():
             self._changed.land()
             for place in range(self._saved, self._changed.end):
-                if place not in self._writes or _failed(self._writes[place]):
+                if place not in self._writes or _has_failed(self._writes[place]):
                     self._write(place)
 
     @property
@@ -227,7 +227,7 @@ class WindowPass:
 
     def _read_ahead(self) -> None:
         """Let all free buffers be read into."""
-        while (write := self._writes.get(self._saved)) is not None and write.done() and not _failed(write):
+        while (write := self._writes.get(self._saved)) is not None and write.done() and not _has_failed(write):
             self._save_next()
         free = range(self._changed.end, min(self._saved + len(self._buffers), len(self._windows)))
         for place in free:
