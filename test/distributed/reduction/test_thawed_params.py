@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
-from zero_opt.errors import GradientConsumed
+from zero_opt.errors import GradientConflict, GradientConsumed
 
 LR, SCALE = 0.25, 8.0
 # What is trained in each step: the parameter that is frozen when the optimizer is made, or the other one.
@@ -220,3 +220,48 @@ def _quantized(rank: int, world_size: int) -> list[Tensor]:
 def test_what_can_have_no_gradient_is_no_matter() -> None:
     for held in run_threads(2, _quantized):
         assert_bitwise(held, _expected(2, ("head",), 1.0))
+
+
+def _by_turns(rank: int, world_size: int) -> list[Tensor]:
+    """Two optimizers have both parameters, and each met the other's frozen."""
+    params, optimizers = _params(), dict[str, Any]()
+    for name in ("head", "late"):
+        _train_alone(params, name)
+        optimizers[name] = _made(params)
+    for step, name in enumerate(FOR_A_STEP):
+        _train_alone(params, name)
+        _backward(params[name], rank, step)
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+    for optimizer in optimizers.values():
+        optimizer.close()
+    return [param.detach() for param in params.values()]
+
+
+def test_optimizers_that_train_by_turns_have_each_their_own_gradients() -> None:
+    for held in run_threads(2, _by_turns):
+        assert_bitwise(held, _expected(2, FOR_A_STEP, 1.0))
+
+
+def _put_back(rank: int, world_size: int, order: tuple[str, ...], where: list[int]) -> list[Tensor]:
+    """Some ranks put a stand-in back that they have kept; the step is repeated with the right one."""
+    optimizer, params = _thawed(rank, order)
+    param = params["late"]
+    kept, param.grad = param.grad, None
+    _backward(param, rank, len(order) - 1)
+    right = param.grad
+    if rank in where:
+        param.grad = kept
+    with pytest.raises(GradientConflict, match="are gone"):
+        optimizer.step()
+    param.grad = right
+    optimizer.step()
+    optimizer.close()
+    return [param.detach() for param in params.values()]
+
+
+@pytest.mark.parametrize("where", [[0], [0, 1]])
+@pytest.mark.parametrize("order", [SINCE_CONSTRUCTION, FOR_A_STEP])
+def test_an_old_stand_in_is_refused_on_every_rank(order: tuple[str, ...], where: list[int]) -> None:
+    for held in run_processes(2, _put_back, order, where):
+        assert_bitwise(held, _expected(2, order, 1.0))

@@ -18,6 +18,7 @@ from test.support.nvme_training import Faults, in_file
 from test.support.scenario import values
 from test.support.selective_reference import Reference
 from zero_opt import CPUOffload, NVMeOffload, Selective, WorkerOffload
+from zero_opt.placement.selective.column_slice import ColumnSlice
 
 SIDE = 24
 
@@ -313,3 +314,27 @@ def _resumed_early(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_resumes_where_no_matrix_has_state_yet(world_size: int) -> None:
     run_processes(world_size, _resumed_early)
+
+
+def test_what_was_stepped_is_in_the_parameters_where_the_window_s_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    groups = [{"params": [param]} for param in params]
+    offload = CPUOffload(selective=Selective(0.5, 1, 1))
+    optimizer = zero_opt.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1, offload=offload)
+    gathered = list[ColumnSlice]()
+
+    def gather(self: ColumnSlice, grad: Tensor, grad_scale: float) -> None:
+        gathered.append(self)
+        if len(gathered) == 2:
+            raise MemoryError("no room for what waits")
+        real(self, grad, grad_scale)
+
+    real = ColumnSlice.gather
+    monkeypatch.setattr(ColumnSlice, "gather", gather)
+    sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    for found, param in zip(gathered, params, strict=True):
+        assert_bitwise(found.take(found.param_run(0)), found.selected["param"])
+        assert not torch.equal(param.detach(), torch.ones(4, 4))
+    optimizer.close()
