@@ -196,7 +196,8 @@ class WindowPass:
         self.drain()
         self._reads.clear()
         with uninterrupted():
-            self._changed.land()
+            if self._saved < self._changed.end:  # once it is saved, its buffer may hold another window
+                self._changed.land()
             for place in range(self._saved, self._changed.end):
                 if place not in self._writes or _has_failed(self._writes[place]):
                     self._write(place)
