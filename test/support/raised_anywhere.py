@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,11 +58,18 @@ class Tracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within the context, this thread is traced, unless the exception is raised, from there on."""
+        """Within the context, this thread is traced, unless the exception is raised, from there on.
+
+        Handlers of signals are put back: the exception may come where they are replaced, or put back, themselves.
+        """
         before = sys.gettrace()
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self.places.clear()
         sys.settrace(self._come_to)
         try:
             yield
         finally:
             sys.settrace(before)
+            for number, handler in handlers.items():
+                if callable(handler):
+                    signal.signal(number, handler)
