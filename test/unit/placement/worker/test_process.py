@@ -151,12 +151,12 @@ def test_a_worker_that_dies_between_steps_is_replaced(trainers: Callable[..., Tr
 
 
 def test_a_stopped_worker_is_replaced(trainers: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainers(hang_timeout=0.3)
+    trainer = trainers(hang_timeout=3.0)
     victim = trainer.pid
     os.kill(victim, signal.SIGSTOP)
     with caplog.at_level(logging.WARNING, "zero_opt"):
         trainer.step()
-    assert "made no progress for 0.3 s and was killed" in caplog.text
+    assert "made no progress for 3 s and was killed" in caplog.text
     assert gone(victim)
 
 
