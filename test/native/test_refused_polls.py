@@ -1,31 +1,18 @@
-"""Waits for a worker where the system refuses them."""
+"""Waits for a worker where the system refuses them, as where the kernel lacks memory for a moment."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
 from test.support.worker_trainer import Trainer
 from zero_opt.placement.worker import process as worker_process
-
-
-@contextlib.contextmanager
-def _polls_refused() -> Iterator[None]:
-    """Within it, the system refuses every poll of this process, as where the kernel lacks memory for a moment."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_polls_that_the_system_refuses_are_repeated() -> None:
@@ -34,7 +21,7 @@ def test_polls_that_the_system_refuses_are_repeated() -> None:
     sequence = trainer.submit()
     timer = threading.Timer(0.3, os.kill, (trainer.pid, signal.SIGCONT))
     timer.start()
-    with _polls_refused():
+    with no_descriptors():
         trainer.worker.wait(sequence)
     timer.join(PATIENCE_S)
     trainer.check()
@@ -47,7 +34,7 @@ def test_a_worker_gets_ready_where_the_system_refuses_a_poll(monkeypatch: pytest
     looks = list[bool]()
 
     def refused(child: Any, patience_ms: int) -> bool:
-        with _polls_refused():
+        with no_descriptors():
             looks.append(dead(child, patience_ms))
         return looks[-1]
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
+from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
 from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB
@@ -463,22 +463,12 @@ def test_a_disk_may_be_given_any_number_of_seconds(tmp_path: Path) -> None:
     opt.close()
 
 
-@contextlib.contextmanager
-def _no_descriptors() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_without_descriptors_no_rank_is_taken_for_one_that_has_ended() -> None:
     here = process_identity.ProcessIdentity.of_this_process()
     assert here.is_near(here) and here.state() == "R"
     assert here._replace(started=here.started + 1).state() == "X", "another process has the pid"
     assert process_identity.ProcessIdentity(here.host, 2**22 + 1, 5).state() == "X"
-    with _no_descriptors():
+    with no_descriptors():
         assert here.state() == "?"
         nameless = process_identity.ProcessIdentity.of_this_process()
     assert not nameless.is_near(nameless) and not nameless.is_near(here) and not here.is_near(nameless)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zero_opt
+from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of
@@ -172,11 +172,11 @@ def test_a_kernel_that_cannot_tell_is_not_needed_for_a_load(tmp_path: Path, monk
 def _no_descriptors(rank: int, world_size: int, path: Path) -> None:
     """With a descriptor for the file, all is well."""
     make(make_params(), path).close()  # what is imported late is there
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    with pytest.raises(zero_opt.OutOfResources, match=r"made in .*raise the limit of file descriptors: .*ulimit -n"):
+    refused = pytest.raises(
+        zero_opt.OutOfResources, match=r"made in .*raise the limit of file descriptors: .*ulimit -n"
+    )
+    with no_descriptors(), refused:
         make(make_params(), path)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     make(make_params(), path).close()
 
 
