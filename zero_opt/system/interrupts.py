@@ -36,9 +36,9 @@ def uninterrupted() -> Iterator[None]:
         return
     handlers = {number: handler for number in _SIGNAL_NUMBERS if callable(handler := _signal.getsignal(number))}
     kept: dict[int, FrameType | None] = {}
-    for number in handlers:
-        _signal.signal(number, kept.__setitem__)
     try:
+        for number in handlers:
+            _signal.signal(number, kept.__setitem__)
         yield
     finally:
         for number, handler in handlers.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -49,3 +51,25 @@ def test_all_are_handled_though_one_raises(handled: list[int]) -> None:
     with pytest.raises(LookupError):
         _send(SIGNALS, handled)
     assert sorted(handled) == sorted(SIGNALS)
+
+
+def test_handlers_are_put_back_where_an_exception_comes_between_them(
+    handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced: list[int] = []
+    replace = _signal.signal
+
+    def failing(number: int, handler: Any) -> Any:
+        replaced.append(number)
+        if len(replaced) == len(SIGNALS):
+            raise RecursionError
+        return replace(number, handler)
+
+    with monkeypatch.context() as patch, pytest.raises(RecursionError):
+        patch.setattr(_signal, "signal", failing)
+        with uninterrupted():
+            pytest.fail("was entered")
+    for number in SIGNALS:
+        with pytest.raises(LookupError):
+            os.kill(os.getpid(), number)
+    assert handled == SIGNALS
