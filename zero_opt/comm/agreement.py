@@ -211,15 +211,14 @@ class Agreement:
                     f"{self._describe(index)}: requires_grad is {here} on rank 0 and {there} on rank {rank}"
                 )
 
-    def uneven_edits(self, mine: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return how often each rank has written to the parameters that not all have written to equally often.
+    def edit_counts(self, mine: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return how often each rank has written to the parameters that any rank has written to. Collective.
 
         Args:
             mine: by parameter, how often it was written to here.
         """
         listed = [dict(json.loads(raw)) for raw in self.group.all_gather_bytes(json.dumps([*mine.items()]).encode())]
-        counts = {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
-        return {index: by_rank for index, by_rank in counts.items() if len(set(by_rank)) > 1}
+        return {index: [other.get(index, 0) for other in listed] for index in sorted(set().union(*listed))}
 
     def require_same_values(self, written: Mapping[int, Sequence[int]], params: Sequence[Tensor]) -> None:
         """Require equal values of parameters that ranks have written to. Collective.
@@ -228,8 +227,7 @@ class Agreement:
         other ranks through ``.data``, only the first rank's version counters rise.
 
         Args:
-            written: what :meth:`uneven_edits` returns, or by parameter nothing, if every rank has written to it equally
-                often. params: all parameters of the optimizer.
+            written: of these parameters, what :meth:`edit_counts` returns. params: all parameters of the optimizer.
 
         Raises:
             RankMismatch: on every rank, naming parameters that differ, and the ranks that wrote to them.
@@ -358,10 +356,10 @@ class Agreement:
 
 
 def _writers(by_rank: Sequence[int]) -> str:
-    """Say which ranks have written to a parameter, by how often each has, or by nothing, if all have equally often."""
-    if not by_rank:
-        return "every rank, as by noise without a common seed, or in the forward of nn.Embedding(max_norm=...)"
+    """Say which ranks have written to a parameter, by how often each has."""
     least, most = min(by_rank), max(by_rank)
+    if least == most:
+        return "every rank, as by noise without a common seed, or in the forward of nn.Embedding(max_norm=...)"
     where = " and ".join(f"rank {rank}" for rank, count in enumerate(by_rank) if count == most)
     return where + (" alone" if {0, most} == set(by_rank) else f" more often than on rank {by_rank.index(least)}")
 

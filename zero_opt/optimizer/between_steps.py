@@ -50,7 +50,7 @@ from .loading import Loaded, fitted_state
 from .parts import EngineParts
 from .planning import Planner
 from .process_groups import OwnGroups
-from .user_edits import EvenEdits, keep_uneven_edits, restore
+from .user_edits import UserEdits, keep_uneven_edits, restore
 
 # Seconds that a background thread has to end what it has begun; after that its memory stays where it is.
 _IDLE_S = 1.0
@@ -101,7 +101,7 @@ class BetweenSteps(Engine):
         self._undone: ZeroOptError | None = None  # what was changed then, and was undone by a flush() that has failed
         self._told_pending = False  # all ranks have raised what was changed while a step was pending
         self._digest, self._forms = HyperDigest(), HyperForms(config.optimizer_class)
-        self._even_edits = EvenEdits()
+        self._user_edits = UserEdits()
         parts = EngineParts(config, groups, owner or user, self._describe, self.unscale)
         self.parts, self._planner, self._guard = parts, Planner(parts, PlannedGroups(user)), parts.guard
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition

@@ -243,18 +243,18 @@ class ShardedEngine(BetweenSteps):
 
     def _accept_edits(self, edits: Mapping[int, int], agreed: StepAgreement) -> None:
         """Accept the user's writes to parameters if the values are equal on all ranks, as far as they are compared."""
-        due = self._even_edits.due(edits) if agreed.same_edits else []
-        if due or not agreed.same_edits:
+        written = edits.keys()
+        if not agreed.same_edits or self._user_edits.due(edits):
             if self._config.offload is not None:  # what differs is compared, and named, with no step pending
                 self.flush("")
                 edits = self.partition.edits()
-            written = dict.fromkeys(due, ()) if agreed.same_edits else self.agreement.uneven_edits(edits)
-            self.agreement.require_same_values(written, self.parts.params)
+            counts = self.agreement.edit_counts(edits)
+            self.agreement.require_same_values(self._user_edits.to_compare(counts), self.parts.params)
             # Parameters that were written to on other ranks have the same values here. Masters take those over too.
-            self.partition.count_edit(written.keys() - edits.keys())
-        if agreed.same_edits:
-            self._even_edits.accept(edits)
-        if edits or not agreed.same_edits:
+            self.partition.count_edit(counts.keys() - edits.keys())
+            written = counts.keys()
+        if written:
+            self._user_edits.accept(written)
             self.partition.accept_edits()
 
     def _update(self, agreed: StepAgreement, shards: Sequence[GradShard]) -> None:

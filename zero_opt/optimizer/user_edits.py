@@ -1,12 +1,9 @@
-"""Parameters that the user has changed: on all ranks, or on some only while a step was pending.
-
-In the second case each rank keeps what it has.
-"""
+"""Parameters that users write to between steps: which are compared, and what each rank keeps if a step was pending."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,24 +12,37 @@ from ..errors import RankMismatch
 from ..sharding.flat_param import own_writes
 from ..sharding.partition import Partition
 
+# By parameter, how often each rank has written to it.
+EditCounts = Mapping[int, Sequence[int]]
 
-class EvenEdits:
-    """Which parameters to compare of those that every rank has written to equally often between two steps.
 
-    The values may differ all the same, as of noise without a common seed. To compare them costs two reads of each, so
-    it is done the first time, the second, the fourth, and so on.
+class UserEdits:
+    """Which parameters to compare of those that ranks have written to between two steps.
+
+    The values may differ also where every rank has written equally often, as of noise without a common seed. To compare
+    them costs two reads of each, so such a parameter is compared the first time, the second, the fourth, and so on.
     """
 
     def __init__(self) -> None:
         self._accepted = Counter[int]()
 
-    def due(self, params: Collection[int]) -> list[int]:
-        """Return which of these to compare; the same on every rank."""
+    def due(self, params: Iterable[int]) -> list[int]:
+        """Return which of these to compare that every rank has written to equally often; the same on every rank."""
         return [param for param in params if (self._accepted[param] + 1).bit_count() == 1]
 
-    def accept(self, params: Collection[int]) -> None:
+    def to_compare(self, counts: EditCounts) -> EditCounts:
+        """Return those that are :meth:`due`, and all that ranks have written to unequally often."""
+        uneven, due = uneven_edits(counts), self.due(counts)
+        return {param: by_rank for param, by_rank in counts.items() if param in uneven or param in due}
+
+    def accept(self, params: Iterable[int]) -> None:
         """Count these, whose values are equal as far as they were compared."""
-        self._accepted.update(params)
+        self._accepted.update([*params])  # of a mapping, values would be added
+
+
+def uneven_edits(counts: EditCounts) -> EditCounts:
+    """Return those parameters that not all ranks have written to equally often."""
+    return {param: by_rank for param, by_rank in counts.items() if len(set(by_rank)) > 1}
 
 
 def keep_uneven_edits(
@@ -46,7 +56,7 @@ def keep_uneven_edits(
     Returns:
         What is wrong if values differ between ranks, and copies of them for :func:`restore`, by global index.
     """
-    uneven = agreement.uneven_edits(partition.edits())
+    uneven = uneven_edits(agreement.edit_counts(partition.edits()))
     if not uneven:
         return None, {}
     mismatch = None

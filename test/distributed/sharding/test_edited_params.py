@@ -177,14 +177,22 @@ def test_what_arrives_in_the_background_is_no_edit() -> None:
             assert f"written to on {where}" in message
 
 
-def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int) -> Any:
-    """All ranks write other values, equally often; see `_edit_one`."""
+def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int, sent: bool) -> Any:
+    """All ranks write other values, equally often; see `_edit_one`.
+
+    Args:
+        sent: whether rank 0 has changed another parameter too, and sent it to the others: no mistake.
+    """
     model = _model()
     optimizer = _named(model, **options)
     _train(model, optimizer, *range(steps))
     optimizer.flush()
     with torch.no_grad():
         model.get_parameter("1.weight").mul_(1 + rank)
+        if sent and rank == 0:
+            model.get_parameter("0.weight").add_(1)
+    if sent:
+        dist.broadcast(model.get_parameter("0.weight").data, 0)
     before = _values(model)
     _backward(model, steps)
     for _ in range(4):  # it is not forgotten
@@ -197,8 +205,9 @@ def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int) -> 
 
 @pytest.mark.parametrize("options", [{}, {"offload": zero_opt.WorkerOffload(delay=1), "fused": True}], ids=["", "late"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_other_values_that_every_rank_has_written(steps: int, options: dict[str, Any]) -> None:
-    (message, first), (other, second) = run_processes(2, _unlike, options, steps)
+@pytest.mark.parametrize("sent", [False, True], ids=["alone", "beside-uneven-ones"])
+def test_other_values_that_every_rank_has_written(sent: bool, steps: int, options: dict[str, Any]) -> None:
+    (message, first), (other, second) = run_processes(2, _unlike, options, steps, sent)
     assert message == other and "(1.weight)" in message and "(0.weight)" not in message
     assert "written to on every rank, as by noise without a common seed" in message
     assert_bitwise(first, second)

@@ -25,6 +25,7 @@ from zero_opt.errors import (
     UnsupportedParam,
     ZeroOptError,
 )
+from zero_opt.optimizer.user_edits import uneven_edits
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([4095, 4096, 4097, 8192, 3 * 4096 + 5]))
@@ -306,7 +307,7 @@ def edited(mine: dict[int, int], theirs: dict[int, int], differ: set[int]) -> se
         if mine.get(index, 0) != theirs.get(index, 0)
     ]
     other = RecordedGroup([json.dumps([*theirs.items()]).encode(), b"", json.dumps(digests).encode()])
-    uneven = agreement(other).uneven_edits(mine)
+    uneven = uneven_edits(agreement(other).edit_counts(mine))
     agreement(other).require_same_values(uneven, params)
     return set(uneven)
 
