@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
+from ..field_checks import plain_number
 from ..kernels.strides import is_dense, joined_bytes
 from ..sharding.param_groups import hypers_of
 from ..state.usual_states import UsualStates, values_by_name
@@ -24,10 +25,11 @@ _SMALL_BYTES, _SMALL_AT_ONCE = 1 << 14, 1 << 10
 
 def _comparable(value: Any) -> Any:
     """Return ``value`` as plain Python if ranks can compare that, else its type."""
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
+    value = plain_number(value)
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
@@ -126,10 +128,11 @@ def loaded_contents(
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
         for key, value in sorted(state.items(), key=_by_name):
-            told = repr(_comparable(value))
             if isinstance(value, Tensor):
                 values = getattr(value, "placements", None) or f"digest {value_digest(value)}"
                 told = f"{value.dtype} {tuple(value.shape)}, {values}"
+            else:
+                told = repr(_comparable(value))
             yield f"state {key!r} of {describe(index)}", told
 
 

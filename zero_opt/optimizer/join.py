@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..comm.groups import Group, agreed_group
 from ..errors import ParamsReplaced
+from ..field_checks import plain_number
 from ..sharding.param_groups import hypers_of, param_name
 from ..system.devices import HOST, carries
 from .interface import Engine
@@ -59,7 +60,7 @@ def _as_json(hypers: Mapping[str, Any]) -> dict[str, Any]:
     listed = {}
     for key, value in hypers.items():
         items = [
-            item.item() if isinstance(item, Tensor) and item.numel() == 1 else item
+            item.item() if isinstance(item, Tensor) and item.numel() == 1 else plain_number(item)
             for item in (value if isinstance(value, (tuple, list)) else [value])
         ]
         if all(item is None or isinstance(item, (bool, int, float, str)) for item in items):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ def test_an_added_group_is_listed_with_global_indices() -> None:
         (torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)),
         ((0.9, torch.tensor(0.5)), (0.9, torch.tensor(0.5))),
         (float("nan"), float("nan")),
+        (torch.tensor([0.5]), np.float32(0.5)),
         (object(), object()),
         ([torch.ones(2)], [torch.zeros(2)]),
     ],
@@ -96,12 +98,28 @@ def test_values_that_say_the_same_or_nothing_count_as_equal(one: object, other: 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(0.1, 0.2), (1, True), (None, False), ((0.9, 0.99), (0.9, 0.999)), (torch.tensor(0.5), torch.tensor(0.25))],
+    [
+        (0.1, 0.2),
+        (1, True),
+        (None, False),
+        ((0.9, 0.99), (0.9, 0.999)),
+        (torch.tensor(0.5), torch.tensor(0.25)),
+        (torch.tensor([0.5]), torch.tensor([0.25])),
+        (np.float32(0.5), np.float32(0.25)),
+        (np.int64(1), np.int64(2)),
+        ([np.float32(0.5)], [np.float32(0.25)]),
+    ],
 )
 def test_values_that_differ(one: object, other: object) -> None:
     found = [dict(contents([{"params": [], "key": value}], 0, str, values=False)) for value in (one, other)]
     assert found[0] != found[1]
     assert json.loads(json.dumps(found[0])) == found[0]
+
+
+@pytest.mark.parametrize("of", [float, np.float32, np.float64, torch.tensor, lambda lr: torch.tensor([lr])])
+def test_a_digest_tells_numbers_of_every_kind_apart(of: Any) -> None:
+    digest = HyperDigest()
+    assert digest.of([{"lr": of(0.5)}], []) == HyperDigest().of([{"lr": 0.5}], []) != digest.of([{"lr": of(0.25)}], [])
 
 
 def test_a_digest_of_edits_tells_whose_hyperparameters_are_whose() -> None:
