@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -103,6 +104,7 @@ def _fork_rank(rank: int, options: _Options, call: Callable[[int], Any]) -> _Ran
 def _child_main(rank: int, options: _Options, call: Callable[[int], Any], ours: Connection, theirs: Connection) -> None:
     """The life of a forked rank. It leaves by os._exit: pytest's teardown belongs to the parent alone."""
     code = 1
+    gc.freeze()  # a store of the parent's, which a failed test's traceback keeps, would wait for a thread that is not here
     try:
         ours.close()
         with open(options.folder / f"stack_{rank}", "w") as stack_file:

@@ -119,6 +119,8 @@ class ConsumedGrad(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # as model.cpu() does, of a model that is on the CPU
+            return
         if not isinstance(value, ConsumedGrad) or value.owner() is not None:  # else what _converted() has returned
             raise _refusal("setting its data", (self,))
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]

@@ -184,6 +184,30 @@ def test_the_way_out_of_moving_or_casting_the_model_is_to_do_so_before(convert: 
     assert not any(fix in str(caught.value) for fix in FIXES)
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.cpu(),
+        lambda model: model.float(),
+        lambda model: model.to("cpu", torch.float32),
+        lambda model: model.requires_grad_(True),
+        lambda model: model._apply(lambda tensor: tensor),
+    ],
+    ids=["cpu", "float", "to", "requires_grad", "apply"],
+)
+@pytest.mark.parametrize("swap", [False, True], ids=["data", "swap"])
+def test_a_model_that_stays_where_it_is_keeps_it(convert: Callable[[Any], Any], swap: bool) -> None:
+    """As Lightning moves models to the CPU when training has ended."""
+    param, grad = consumed(OWNER)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        convert(torch.nn.Sequential(torch.nn.ParameterList([param])))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert param.grad is grad and grad.owner() is OWNER and grad.pending is None
+
+
 def test_the_way_out_of_an_all_reduce_is_to_leave_it_out() -> None:
     _, grad = consumed(OWNER)
     with pytest.raises(GradientConsumed) as caught:
