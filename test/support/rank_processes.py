@@ -104,7 +104,7 @@ def _fork_rank(rank: int, options: _Options, call: Callable[[int], Any]) -> _Ran
 def _child_main(rank: int, options: _Options, call: Callable[[int], Any], ours: Connection, theirs: Connection) -> None:
     """The life of a forked rank. It leaves by os._exit: pytest's teardown belongs to the parent alone."""
     code = 1
-    gc.freeze()  # a store of the parent's, which a failed test's traceback keeps, would wait for a thread that is not here
+    gc.freeze()  # a store that a failed test's traceback keeps would wait for a thread of the parent's
     try:
         ours.close()
         with open(options.folder / f"stack_{rank}", "w") as stack_file:

@@ -67,9 +67,9 @@ class GradComparison:
 
     def sample(self, step: int) -> bytes:
         """Return what this rank tells the others with its report of a step."""
-        if not self._begun:
-            return b""
         params = [*self._partition.flats]
+        if not (self._begun and params):
+            return b""
         turn = step % len(params)
         sample = next(self._samples(chain(params[turn:], params[:turn]), step), None)
         if sample is not None and sample.copied is not None:
@@ -96,7 +96,9 @@ class GradComparison:
             if _far_apart(of_ranks):
                 flat = self._partition.flats[param]
                 raise not_reduced(flat.label, when, flat.param)
-        self._begun = not rows or any(bool(_zeros_for_nonfinite(of_ranks).any()) for of_ranks in rows.values())
+        # Sparse gradients have no rows. A step without any gradient shows nothing.
+        alike = not rows or any(bool(_zeros_for_nonfinite(of_ranks).any()) for of_ranks in rows.values())
+        self._begun = agreed.used != 0 and alike
 
     def _all(self, agreed: StepAgreement, step: int) -> bytes:
         if self._group.rank in agreed.absent:
