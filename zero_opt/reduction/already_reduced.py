@@ -46,7 +46,7 @@ class AlreadyReducedGrads(GradReduction):
         self._steps = steps
         error = error or consumed_conflict(self._parts.all_params)
         sample = self._comparison.sample(self._parts.count.step)
-        return OwnRounds(0, error or sparse_refusal(self._partition), sample=sample)
+        return OwnRounds(0, error or sparse_refusal(self._parts), sample=sample)
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         """Return slices of ``p.grad``, as views where its strides are the parameter's; for a step, see the class."""

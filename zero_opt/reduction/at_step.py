@@ -126,8 +126,8 @@ class AtStepReduction(GradReduction):
         if fresh and self._scaled and not gone and error is None:
             error = _not_as_clipped(None if reduced is None else reduced.first_added(params))
         error = error or consumed_conflict(params) or self._conflict(params)
-        rounds = int(fresh) + int(fresh and bool(sparse_grads(self._partition)))
-        return OwnRounds(rounds, error or sparse_refusal(self._partition) or self._no_thread())
+        rounds = int(fresh) + int(fresh and bool(sparse_grads(self._parts.all_params)))
+        return OwnRounds(rounds, error or sparse_refusal(self._parts) or self._no_thread())
 
     def _no_thread(self) -> OutOfResources | None:
         """Return the error if this process gets no thread for its exchanges: the other ranks would wait for them."""

@@ -261,7 +261,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
         return NotImplemented
     # The producer of ``value`` may use its memory again: torch adds it to p.grad at once.
     pending = target.pending
-    target.pending = value.detach().clone() if pending is None else pending + value
+    target.pending = value.detach().to_dense().clone() if pending is None else pending + value
     if pending is not None:
         read_here(pending)
     return target

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.exchange import in_tree_order
 from ..errors import UnsupportedParam
-from ..sharding.partition import Partition
 from .grad_norm import scale_
 from .interface import GradShard, ReductionParts
 
 
-def sparse_grads(partition: Partition) -> dict[int, Tensor]:
-    """Return the sparse gradients of this rank, by parameter."""
-    flats = partition.flats.items()
-    return {i: f.param.grad for i, f in flats if f.param.grad is not None and f.param.grad.is_sparse}
+def sparse_grads(params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the sparse gradients of this rank, by parameter: also of those that this step is about to plan."""
+    return {i: param.grad for i, param in enumerate(params) if param.grad is not None and param.grad.is_sparse}
 
 
-def sparse_refusal(partition: Partition) -> UnsupportedParam | None:
+def sparse_refusal(parts: ReductionParts) -> UnsupportedParam | None:
     """Return the error if parameters may be cut anywhere, and one has a sparse gradient here."""
-    for index in () if partition.whole else sparse_grads(partition):
+    for index in () if parts.partition.whole else sparse_grads(parts.all_params):
         return UnsupportedParam(
-            f"{partition.flats[index].label} has a sparse gradient, and an elementwise class, whose parameters are cut "
-            "anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
+            f"{parts.partition.describe(index)} has a sparse gradient, and an elementwise class, whose parameters are "
+            "cut anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
         )
     return None
 
@@ -52,7 +50,7 @@ class SparseGrads:
             UnsupportedParam: on every rank, if a gradient is sparse on one rank and dense on another.
         """
         self._reduced.clear()
-        mine = {index: grad.coalesce().cpu() for index, grad in sparse_grads(self._parts.partition).items()}
+        mine = {index: grad.coalesce().cpu() for index, grad in sparse_grads(self._parts.all_params).items()}
         described = {i: [g.sparse_dim(), g.indices().shape[1]] for i, g in mine.items()}
         group = self._parts.agreement.group
         described_by = [json.loads(p) for p in group.all_gather_bytes(json.dumps(described).encode())]
