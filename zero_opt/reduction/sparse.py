@@ -24,7 +24,8 @@ def sparse_refusal(parts: ReductionParts) -> UnsupportedParam | None:
     for index in () if parts.partition.whole else sparse_grads(parts.all_params):
         return UnsupportedParam(
             f"{parts.partition.describe(index)} has a sparse gradient, and an elementwise class, whose parameters are "
-            "cut anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be elementwise"
+            "cut anywhere, cannot take it; use torch.optim.SparseAdam or another class that is not known to be "
+            "elementwise"
         )
     return None
 

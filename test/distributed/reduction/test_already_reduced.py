@@ -148,3 +148,59 @@ def _without_memory(rank: int, world_size: int) -> None:
 
 def test_a_gradient_without_memory_is_not_read() -> None:
     run_processes(1, _without_memory)
+
+
+def _one_differs(rank: int, world_size: int, ahead: int) -> int:
+    """The step in which a gradient that is another one on each rank is noticed, after steps without gradients."""
+    params = [torch.nn.Parameter(torch.ones(16)) for _ in range(8)]
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, reduction=zero_opt.AlreadyReduced())
+    for _ in range(ahead):
+        optimizer.step()
+    for step in range(9):
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, 1.0 + rank * (index == 7))
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict:
+            return step
+        finally:
+            optimizer.zero_grad()
+    return 9
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_steps_without_gradients_compare_nothing(ahead: int) -> None:
+    """As users call to silence a scheduler."""
+    assert run_threads(2, _one_differs, ahead) == [0, 0]
+
+
+def _all_frozen(rank: int, world_size: int, offload: Any) -> list[torch.Tensor]:
+    """A model that is frozen at first: two optimizers train by turns."""
+    model = torch.nn.Linear(8, 8)
+    zero_opt.broadcast_params(model)
+    plain = torch.nn.Linear(8, 8)
+    plain.load_state_dict(model.state_dict())
+    model.requires_grad_(False)
+    reduction = zero_opt.AlreadyReduced()
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.1, fused=True, reduction=reduction, offload=offload
+    )
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    for step in range(5):
+        if step == 3:
+            model.requires_grad_(True)
+        for module in (model, plain) if step >= 3 else ():
+            module(torch.ones(1, 8)).sum().backward()
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        theirs.step()
+        for each in (optimizer, theirs):
+            each.zero_grad()
+    optimizer.close()
+    return [param.detach() for pair in zip(model.parameters(), plain.parameters(), strict=True) for param in pair]
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
+def test_a_model_that_is_frozen_is_stepped(offload: Any) -> None:
+    for weight, plain_weight, bias, plain_bias in run_processes(2, _all_frozen, offload):
+        assert_bitwise([weight, bias], [plain_weight, plain_bias])
