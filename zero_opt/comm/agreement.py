@@ -410,21 +410,22 @@ def edits_digest(edits: Mapping[int, int]) -> int:
 
 
 def value_digest(param: Tensor) -> str:
-    """Return a short digest of a parameter's bits that depends on their positions. Reads the parameter about twice.
+    """Return a short digest of a parameter's bits that depends on their positions. Reads the parameter three times.
 
-    The bytes are summed as integers by rows and by columns of a matrix, and both sums are hashed.
+    The bytes are summed as integers by rows and by columns of a matrix, and by columns of another one, whose width has
+    no factor of the first's: rows and columns of the first alone do not tell permutations of its rows. What is hashed
+    is the sums.
     """
     with torch.no_grad():
         dense = param.detach().resolve_conj().resolve_neg().contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))  # of one element, which may have any stride
         raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
-        if raw.storage_offset() % 4:  # a view of a larger tensor, where words cannot be seen
+        if raw.storage_offset() % 8:  # a view of a larger tensor, where words cannot be seen
             raw = raw.clone()
-        whole = raw.numel() // 4 * 4
-        words = raw[:whole].view(torch.int32)
-        width = 4096
-        rows = words[: words.numel() // width * width].view(-1, width)
-        parts = [rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :], raw[whole:]]
+        whole = raw.numel() // 8 * 8
+        words = raw[:whole].view(torch.int64)  # sums of these wrap around, and need no wider copy
+        rows, others = (words[: words.numel() // width * width].view(-1, width) for width in (4096, 4093))
+        parts = [rows.sum(0), rows.sum(1), others.sum(0), words[rows.numel() :], raw[whole:]]
         digest = hashlib.sha256()
         for part in parts:
             digest.update(tensor_bytes(part.cpu().contiguous()))

@@ -20,7 +20,7 @@ class UserEdits:
     """Which parameters to compare of those that ranks have written to between two steps.
 
     The values may differ also where every rank has written equally often, as of noise without a common seed. To compare
-    them costs two reads of each, so such a parameter is compared the first time, the second, the fourth, and so on.
+    them costs three reads of each, so such a parameter is compared the first time, the second, the fourth, and so on.
     """
 
     def __init__(self) -> None:

@@ -60,6 +60,13 @@ def test_the_digest_changes_when_two_elements_swap(
     assert value_digest(values) != before
 
 
+@pytest.mark.parametrize("width", [64, 4093, 4096, 8186, 8192])
+def test_the_digest_tells_permutations_apart(width: int) -> None:
+    one = torch.eye(width, dtype=torch.bfloat16)[: 2**26 // width]
+    other = one.flip(0)
+    assert len({value_digest(each) for each in (one, other, one.roll(1, 0), other.roll(1, 0))}) == 4
+
+
 def test_the_digest_sees_bits_not_values() -> None:
     assert value_digest(torch.tensor([0.0])) != value_digest(torch.tensor([-0.0]))
     assert value_digest(torch.tensor([torch.nan])) == value_digest(torch.tensor([torch.nan]))
