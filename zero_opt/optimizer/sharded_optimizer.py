@@ -283,8 +283,8 @@ class ShardedOptimizer(UnevenInputs):
         tries again a step that a worker could not take, or in which a disk failed.
 
         Raises:
-            StepPending: a parameter was changed while a step was pending; it keeps the change, and lacks the update. Or
-                state was; it has the update, and lacks the change. Not if the call before has raised it already.
+            StepPending: a parameter was changed while a step was pending; it keeps the change (of each part, its
+                owner's), and lacks the update; or state was, the other way round. Not if it was raised already.
             RankMismatch: a parameter was changed on some ranks only; each has its own values then. OptimizerClosed.
             WorkerDied, WorkerFailed, OutOfResources, StorageFailed, StepFailed, PeerLost, PeerSilent: as :meth:`step`.
         """

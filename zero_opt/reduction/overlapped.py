@@ -330,8 +330,8 @@ class OverlappedReduction(GradReduction, GradOwner):
             self._open_round()
         self._launch_all()
         self._collecting, self._planned_in_step = True, False
-        restarted, sample = self._sums.restarted, order_digest(self._active) + self._sums.digest()
-        return OwnRounds(self._rounds, error, restarted, self._matching.abandoned, sample)
+        told = self._sums.restarted, self._matching.abandoned, order_digest(self._active)
+        return OwnRounds(self._rounds, error, *told)
 
     def disagreed(self) -> None:
         """Void this epoch: buckets that were launched may answer those of another step."""

@@ -24,22 +24,20 @@ from ..sharding.buckets import GradBucket
 from .interface import ReductionParts
 
 Launch = Callable[[], Future[bool]]
-# How much of a report's sample an :func:`order_digest` takes, at its beginning.
-_DIGEST_NBYTES = 4
 
 
 def order_digest(order: Sequence[int]) -> bytes:
     """Return what is equal on ranks that launch the same buckets in the same order."""
-    return zlib.crc32(array("q", order)).to_bytes(_DIGEST_NBYTES, "little")
+    return zlib.crc32(array("q", order)).to_bytes(4, "little")
 
 
 def require_same_order(agreed: StepAgreement) -> None:
-    """Raise RankMismatch, on every rank, if the samples that ranks have sent begin with unequal digests.
+    """Raise RankMismatch, on every rank, if the ranks' samples, each an :func:`order_digest`, differ.
 
     That every rank exchanges the same buckets follows from what ranks have agreed on before. If it ever did not, their
     sums would be of different parameters.
     """
-    first, *others = [report.sample[:_DIGEST_NBYTES] for report in agreed.reports]
+    first, *others = [report.sample for report in agreed.reports]
     for rank, digest in enumerate(others, 1):
         if digest != first:
             raise RankMismatch(
