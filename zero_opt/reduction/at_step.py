@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -96,12 +97,21 @@ def _no_grad() -> None:
     """Return no gradient, as a reference to one does that is gone."""
 
 
+class _Since(Enum):
+    """What has come to gradients since they were reduced."""
+
+    REDUCED = auto()  # nothing
+    SCALED = auto()  # a factor, of clipping
+    STEPPED = auto()  # a step
+    KEPT = auto()  # both; another step takes them as they are
+
+
 class AtStepReduction(GradReduction):
     """Gradients that stay in ``p.grad`` until the engine collects them.
 
     Where the engine collects several times before the step (to clip, to unscale), unchanged gradients are reduced once.
     After a step they are reduced again, changed or not: the replay of a CUDA graph writes to gradients, and raises no
-    version. Where no graph can be, in host memory, a second step() takes clipped gradients as they are, as torch does.
+    version. Where no graph can be, in host memory, further steps take clipped gradients as they are, as torch does.
     """
 
     grads_are_local = True
@@ -112,9 +122,7 @@ class AtStepReduction(GradReduction):
         self._reduced: _Signature | None = None
         self._used = 0  # a bit per parameter that had a gradient on any rank
         self._with_sparse = False
-        self._scaled = False  # since the last step, after they were reduced
-        self._stepped = False  # since they were reduced
-        self._kept = False  # for a second step
+        self._since = _Since.REDUCED
         self._sequence = 0
         self._alone = False
 
@@ -123,7 +131,7 @@ class AtStepReduction(GradReduction):
         params, reduced = self._parts.all_params, self._reduced
         fresh = not self._is_reduced(steps=steps)
         gone = reduced is not None and reduced.gone(params)
-        if fresh and self._scaled and not gone and error is None:
+        if fresh and self._since is _Since.SCALED and not gone and error is None:
             error = _not_as_clipped(None if reduced is None else reduced.first_added(params))
         error = error or consumed_conflict(params) or self._conflict(params)
         rounds = int(fresh) + int(fresh and bool(sparse_grads(self._parts.all_params)))
@@ -140,7 +148,7 @@ class AtStepReduction(GradReduction):
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:
-            self._scaled, self._stepped, self.step_factor = False, False, 1.0
+            self._since, self.step_factor = _Since.REDUCED, 1.0
             self._reduce(agreed.used, sparse=agreed.rounds > 1)
             self._count_writes()
             self._reduced = _Signature(self._parts.all_params)
@@ -214,7 +222,7 @@ class AtStepReduction(GradReduction):
 
     def _scale_local(self, factor: Tensor) -> None:
         scale_([param.grad.detach() for param in self._parts.all_params if param.grad is not None], factor)
-        self._scaled = True
+        self._since = _Since.SCALED
 
     def _scale_reduced(self, factor: Tensor) -> None:
         """Follow what has multiplied every gradient since it was reduced."""
@@ -232,14 +240,15 @@ class AtStepReduction(GradReduction):
         """Return whether the shards hold what ``p.grad`` holds, and need not be reduced again.
 
         Args:
-            steps: for a step, which may take clipped gradients a second time.
+            steps: for a step, which may take clipped gradients again.
         """
         same = self._reduced is not None and self._reduced.matches(self._parts.all_params)
-        return same and (not self._stepped or (steps and self._kept))
+        return same and (self._since in (_Since.REDUCED, _Since.SCALED) or (steps and self._since is _Since.KEPT))
 
     def reset(self) -> None:
-        self._reduced, self._scaled, self._stepped, self.step_factor = None, False, False, 1.0
+        self._reduced, self._since, self.step_factor = None, _Since.REDUCED, 1.0
 
     def end_step(self) -> None:
-        self._kept = self._scaled and not any(has_streams(bucket.device) for bucket in self._partition.buckets)
-        self._scaled, self._stepped, self._sequence = False, True, 0
+        graphs = any(has_streams(bucket.device) for bucket in self._partition.buckets)
+        clipped = self._since in (_Since.SCALED, _Since.KEPT)
+        self._since, self._sequence = _Since.KEPT if clipped and not graphs else _Since.STEPPED, 0
