@@ -10,10 +10,11 @@ in this host the kernel knows whether it is stopped or has ended, also where a f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.waiting import until
+from .store_keys import missing, values
 
 # How long a rank may take to read what all ranks have recorded.
 _REPORT_S = 1.0
@@ -49,5 +50,12 @@ class CallMarks:
         return found
 
     def _of(self, ranks: Sequence[int]) -> dict[int, int]:
-        keys = {rank: f"at/{rank}" for rank in ranks}
-        return {rank: int(self._store.get(key)) if self._store.check([key]) else -1 for rank, key in keys.items()}
+        keys = {f"at/{rank}": rank for rank in ranks}
+        absent = missing(_call, self._store, [*keys])
+        there = [key for key in keys if key not in absent]
+        marks = zip(there, values(self._store, there) if there else [], strict=True)
+        return {keys[key]: int(mark) for key, mark in marks} | {keys[key]: -1 for key in absent}
+
+
+def _call(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)

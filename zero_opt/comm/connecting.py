@@ -31,8 +31,9 @@ from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import partners
-from .rendezvous import Meeting, Patience
-from .store import c10d, default_store, missing, values
+from .rendezvous import PAUSE_RANK_S, Meeting, Patience
+from .store import c10d, default_store
+from .store_keys import missing, values
 from .waits_beside import outcome, submitted
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
@@ -178,8 +179,8 @@ class Connecting(Meeting):
         return self.ask(values, store, keys)
 
     def _wait(self, done: Callable[[], bool], store: Any, keys: Sequence[str], look: Callable[[], None]) -> None:
-        if not until(done, self.patience_s, lambda _: look()):
-            late = [key.rpartition("/")[2] for key in self.ask(missing, store, keys)]
+        if not until(done, self.patience_s, lambda _: look(), PAUSE_RANK_S * self._world_size):
+            late = [key.rpartition("/")[2] for key in missing(self.ask, store, keys)]
             who, which = f"rank {', '.join(late)}", "one of them" if len(late) > 1 else "it"
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s. Missing: {who}: {which} has ended or is "

@@ -13,7 +13,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..system.waiting import until
 from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
 from .departures import Departure, Departures, How, Posted, go_on, rank_name
-from .process_identity import ProcessIdentity
+from .process_identity import ENDED, ProcessIdentity
 from .slices import SLICE_S, done_within
 
 # A wait is over after so many timeouts, should the backend be stuck, whose own limit is one: see [Note: courtesies].
@@ -134,8 +134,7 @@ class Watch:
         if self._given_up is not None:
             return
         with uninterrupted():
-            own = Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1)
-            self.departures.say(own)
+            self.departures.say(Departure(self._rank, How.INTERRUPTED, self.step, self._entered - 1))
             what = what or f"its wait for the other ranks in {self.where}"
             self._leave(f"{type(error).__name__} has ended {what}; restart all ranks from the last checkpoint")
 
@@ -152,18 +151,22 @@ class Watch:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
         return self._ask(partial(self._marks.read, self._entered)) or {}
 
-    def stopped(self) -> list[int]:
-        """The ranks of this host that are stopped."""
-        return [rank for rank, process in self._near.items() if process.state() in _STOPPED]
+    def states(self) -> dict[int, str]:
+        """The states of the processes of this host's other ranks; see :meth:`ProcessIdentity.state`."""
+        return {rank: process.state() for rank, process in self._near.items()}
 
-    def ended(self, waiting: str = "") -> list[int]:
+    def stopped(self, states: Mapping[int, str] | None = None) -> list[int]:
+        """The ranks of this host that are stopped, by their :meth:`states` if these are known."""
+        return [rank for rank, state in (states or self.states()).items() if state in _STOPPED]
+
+    def ended(self, waiting: str = "", states: Mapping[int, str] | None = None) -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of.
 
         Those that were seen to have ended before others come first: others may have ended because of them. If not a
         step but ``waiting`` waits, for state, a rank is needed until all have closed, whatever it has announced.
         """
         needed = self.departures.serves if waiting else lambda rank: not self.departures.knows(rank)
-        ended = [rank for rank, near in self._near.items() if needed(rank) and near.has_ended()]
+        ended = [rank for rank, state in (states or self.states()).items() if state in ENDED and needed(rank)]
         now = time.monotonic()
         return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
 
@@ -187,20 +190,15 @@ class Watch:
         return [rank] if seen.get(rank) is None else [other for other, at in seen.items() if at == seen[rank]]
 
     def leave_lost(self, ended: Sequence[int], waiting: str = "") -> PeerLost:
-        """Leave, and return the error, once ranks have ended and their connections have not broken.
-
-        Args:
-            ended: see :meth:`ended`. waiting: what waits, if not a step.
-        """
+        """Leave, and return the error, once ranks have :meth:`ended` and their connections have not broken."""
         self.posted.read()
         departure = self._to_name(ended, waiting=waiting) or Departure(ended[0], How.LOST)
         return self._leave_departed(departure, waiting=waiting)
 
     def name(self, ranks: Sequence[int]) -> str:
         """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
-        return ", ".join(
-            self._name(rank, [f"pid {self._near[rank].pid}"] if rank in self._near else []) for rank in ranks
-        )
+        notes = {rank: [f"pid {process.pid}"] for rank, process in self._near.items() if rank in ranks}
+        return ", ".join(self._name(rank, notes.get(rank, [])) for rank in ranks)
 
     def _name(self, rank: int, notes: Sequence[str] = ()) -> str:
         return rank_name(rank, self._global[rank], notes)
@@ -458,9 +456,10 @@ class Stops:
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read()
-        if (ended := self._watch.ended(self._waiting)) and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
+        ended = self._watch.ended(self._waiting, states := self._watch.states())
+        if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
             raise self._watch.leave_lost(ended, self._waiting)
-        stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
+        stopped = [rank for rank in self._watch.stopped(states) if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
         if self._since:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)

@@ -37,6 +37,10 @@ def host_if_known() -> str:
     return ""
 
 
+# States of a process that runs no more. What is read of a process's line: more than it has.
+ENDED, _STAT_NBYTES = "ZXx", 4096
+
+
 class ProcessIdentity(NamedTuple):
     """The process of a rank, as other processes can recognize it.
 
@@ -67,7 +71,7 @@ class ProcessIdentity(NamedTuple):
 
     def has_ended(self) -> bool:
         """Return whether a process of this host runs no more; a zombie has ended."""
-        return self.state() in "ZXx"
+        return self.state() in ENDED
 
     def state(self) -> str:
         """Return the kernel's letter for the state of a process of this host: ``X`` if ended, ``?`` if unknown."""
@@ -78,9 +82,12 @@ class ProcessIdentity(NamedTuple):
 def _stat(pid: int) -> tuple[str, int]:
     """Return state and starting time of a process; ("X", 0) if there is none, ("?", 0) if that cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # a file object takes twice the time
+        try:
+            fields = os.read(descriptor, _STAT_NBYTES).rpartition(b")")[2].split()
+        finally:
+            os.close(descriptor)
+        return fields[0].decode("ascii"), int(fields[19])
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
     except OSError:  # no descriptors are left, say

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import time
 import uuid
 import weakref
 from collections import Counter
@@ -49,16 +50,18 @@ from .departures import How, rank_name
 from .keepalive import HostLimits
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
-from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store, missing, values
+from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
+from .store_keys import missing, values
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
-_PAUSE_RANK_S = 0.0004
-# Of ranks that have not come, so many are asked for where they are.
-_ASKED = 64
+PAUSE_RANK_S = 0.002
+# Of ranks that have not come, a look asks so many for where they are: each rank and each look others.
+_ASKED = 8
 # Counts the ranks that have come, or have read what all said.
 _COUNT = "count"
-# A rank looks around for the first time after so long; looks are then further and further apart.
-_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
+# A rank looks around for the first time after so long; looks are then further and further apart, and by so many times
+# what one has taken, since many ranks of a host look.
+_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S, _LOOK_APART_PER_S = 1.0, 0.25, 10.0, 9.0
 # A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
 # not fit its receiver.
 NEVER_SENT = (1 << 31) - 1
@@ -212,7 +215,7 @@ class Meeting:
         # Arrivals when all that had come was read last: fewer than there are ranks are not worth reading.
         self._read, self._first = len(self._key[1]) - 1, False
         self._calls: Sequence[str] = ()
-        self._due, self._warned, self._stopped_at = _LOOK_AFTER_S, False, math.inf
+        self._due, self._looks, self._warned, self._stopped_at = _LOOK_AFTER_S, 0, False, math.inf
 
     def come(self, require: Callable[[], None]) -> None:
         """Come, and wait for the other ranks. Collective.
@@ -225,7 +228,7 @@ class Meeting:
                 come in time, or is stopped. PeerLost: one has ended, its host is silent, an exception has ended its
                 call, or the store is lost. ZeroOptError: a rank's error.
         """
-        met, come_s, pause_s = False, self._patience.come_s, _PAUSE_RANK_S * len(self._key[1])
+        met, come_s, pause_s = False, self._patience.come_s, PAUSE_RANK_S * len(self._key[1])
         try:
             self._take_number()
             require()
@@ -329,13 +332,15 @@ class Meeting:
         """
         if waited < self._due:
             return
-        self._due = waited + min(max(_LOOK_APART_S, 0.25 * waited), _LOOK_APART_MOST_S)
+        begun, self._looks = time.monotonic(), self._looks + 1
         self.look()
         if self._patience.limits is not None:
             self._patience.limits.hold()
-        error = self.ask(self._elsewhere) or self._stopped(waited) or self._broken()
+        error = self._elsewhere() or self._stopped(waited) or self._broken()
         if error is not None:
             raise error
+        taken, apart = time.monotonic() - begun, min(max(_LOOK_APART_S, 0.25 * waited), _LOOK_APART_MOST_S)
+        self._due = waited + taken + max(apart, _LOOK_APART_PER_S * taken)
         if waited > WARN_AFTER_S and not self._warned:
             self._warned = True
             log.warning("%s has waited %d s for %s; %s", self._call, waited, self._named(), self._come)
@@ -372,13 +377,14 @@ class Meeting:
 
     def _elsewhere(self) -> RankMismatch | None:
         """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""
-        here, members = dist.get_rank(), self._key[1]
-        _at().set(str(here), json.dumps([self._key, self._number]))
+        here, members, at = dist.get_rank(), self._key[1], _at()
+        self.ask(at.set, str(here), json.dumps([self._key, self._number]))
         self._absent = self._missing_from(self._place, "came")
         if not self._absent and self.name:
             self._absent = self._missing_from(default_store(self.name), "seen")
-        for rank in (members[index] for index in self._absent[:_ASKED]):
-            said = _at().get(str(rank)) if _at().check([str(rank)]) else b""
+        first = (self.rank + self._looks) * _ASKED % max(len(self._absent), 1)
+        for rank in (members[index] for index in [*self._absent[first:], *self._absent[:first]][:_ASKED]):
+            said = self.ask(at.get, str(rank)) if self.ask(at.check, [str(rank)]) else b""
             (group, ranks), number = json.loads(said or '[["", []], 0]')
             there = group, tuple(ranks)
             if here in ranks and there != self._key and number == self._met[there]:
@@ -388,7 +394,7 @@ class Meeting:
                 both = [(self._key, self._number), (there, number)]
                 for key, count in both:
                     said = json.dumps([key[1].index(here), *name_and_text(error), both, []])
-                    _meeting_place(key, count).compare_set(_FAILED, "", said)
+                    self.ask(_meeting_place(key, count).compare_set, _FAILED, "", said)
                 self._met[there] += 1
                 return error
         return None
@@ -396,14 +402,14 @@ class Meeting:
     def _missing_from(self, place: Any, kind: str) -> list[int]:
         """Return the ranks without a key of this kind. The first rank that has come looks for all."""
         report, keys = f"missing {kind}", self._keys(kind)
-        if not self._first and place.check([report]):
-            reported = json.loads(place.get(report))
+        if not self._first and self.ask(place.check, [report]):
+            reported = json.loads(self.ask(place.get, report))
             keys = [keys[rank] for rank in reported]
             if len(keys) > _ASKED:
                 return [int(rank) for rank in reported]
-        absent = [int(key.rpartition("/")[2]) for key in missing(place, keys)]
+        absent = [int(key.rpartition("/")[2]) for key in missing(self.ask, place, keys)]
         if self._first:
-            place.set(report, json.dumps(absent))
+            self.ask(place.set, report, json.dumps(absent))
         return absent
 
     def _stopped(self, waited: float) -> PeerSilent | None:

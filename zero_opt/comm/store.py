@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from types import FunctionType
@@ -97,13 +97,3 @@ class StoreCalls:
     def close(self) -> None:
         """Call the store no more."""
         self._thread.close()
-
-
-def missing(store: Any, keys: Sequence[str]) -> list[str]:
-    """Return those of the keys that a store does not have."""
-    return [key for key in keys if not store.check([key])]
-
-
-def values(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that a store has."""
-    return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 # Intervals grow from the first to the second of these, in seconds.
 _FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
+# An interval is so many times as long as asking took, at least: where many ask, what they ask must come to answer.
+_PAUSE_PER_S = 4.0
 
 
 def until(
@@ -22,11 +24,13 @@ def until(
         longest_pause_s: the longest interval, if that is longer than usual.
     """
     begun, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    asked = begun
     while not done():
         waited = time.monotonic() - begun
         look(waited)
         if waited > patience_s:
             return False
-        time.sleep(pause_s)
+        time.sleep(max(pause_s, _PAUSE_PER_S * (time.monotonic() - asked)))
         pause_s = min(1.5 * pause_s, max(_PAUSE_S, longest_pause_s))
+        asked = time.monotonic()
     return True

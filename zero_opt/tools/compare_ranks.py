@@ -21,7 +21,8 @@ import torch.distributed as dist
 from ..comm.backend_errors import first_line
 from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
-from ..comm.store import STORE_ERRORS, StoreCalls, missing, values
+from ..comm.store import STORE_ERRORS, StoreCalls
+from ..comm.store_keys import missing, values
 from ..errors import ConfigError, PeerLost, ZeroOptError
 from ..system.numa import ranges
 from ..system.waiting import until
@@ -114,7 +115,7 @@ class _Launch:
         keys = [f"{kind}/{rank}" for rank in ranks]
         if until(lambda: self._ask(self.store.check, keys), self._patience_s if patience_s is None else patience_s):
             return []
-        absent = self._ask(missing, self.store, keys)
+        absent = missing(self._ask, self.store, keys)
         return [rank for rank, key in zip(ranks, keys, strict=True) if key in absent]
 
     def read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:

@@ -1,0 +1,24 @@
+"""Keys of a store, many at a time: its server answers one call after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def missing(ask: Callable[..., Any], store: Any, keys: Sequence[str]) -> list[str]:
+    """Return those of the keys that a store does not have, in order: by one call if none is missing, else by several.
+
+    Args:
+        ask: does each call, as :class:`StoreCalls` does.
+    """
+    keys = list(keys)
+    if not keys or ask(store.check, keys):
+        return []
+    half = len(keys) // 2
+    return missing(ask, store, keys[:half]) + missing(ask, store, keys[half:]) if half else keys
+
+
+def values(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that a store has."""
+    return list(store.multi_get(list(keys))) if store.has_extended_api() else [store.get(key) for key in keys]
