@@ -65,7 +65,7 @@ def require_descriptors(count: int, purpose: str) -> None:
     (limit, most), taken, opened = resource.getrlimit(resource.RLIMIT_NOFILE), _open_descriptors(), list[int]()
     try:
         for _ in range(count):
-            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            opened.append(os.open(os.sep, os.O_RDONLY | os.O_CLOEXEC))  # which a sandbox has too
     except OSError as error:
         raise OutOfResources(
             f"{purpose} {count} file descriptors, but this process has {taken:,} open and may have {limit:,} "

@@ -458,8 +458,14 @@ class Meeting:
 
 
 def require_same(calls: Sequence[str]) -> None:
-    """Raise RankMismatch unless all ranks are in the same call."""
+    """Raise RankMismatch unless all ranks are in the same call; "" is a message in the middle of one."""
     for rank, call in enumerate(calls):
+        if call != calls[0] and "" in (call, calls[0]):
+            (within, _), (left, called) = sorted([(0, calls[0]), (rank, call)], key=lambda each: each[1])
+            raise RankMismatch(
+                f"rank {within} is in the middle of a call where rank {left} called {called}: an exception has ended "
+                f"the call there; look at the log of rank {left}, and restart all ranks"
+            )
         if call != calls[0]:
             raise RankMismatch(
                 f"rank 0 called {calls[0]} where rank {rank} called {call}; every rank must call both, in one order"

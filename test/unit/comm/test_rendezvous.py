@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_opt
 from test.support.harness import run_threads
-from zero_opt.comm.rendezvous import resolve_group
-from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError
+from zero_opt.comm.connecting import require_descriptors
+from zero_opt.comm.rendezvous import require_same, resolve_group
+from zero_opt.errors import ConfigError, ConfigTypeError, ProcessGroupError, RankMismatch
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -78,3 +79,22 @@ def _meshes(rank: int, world_size: int) -> list[int]:
 
 def test_a_mesh_has_one_dimension_or_is_one_of_hosts() -> None:
     assert run_threads(4, _meshes) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (["step()", "opt.flush()"], r"rank 0 called step\(\) where rank 1 called opt.flush\(\); "),
+        (["", "step()"], r"rank 0 is in the middle of a call where rank 1 called step\(\): an exception .* of rank 1,"),
+        (["step()", "step()", ""], r"rank 2 is in the middle of a call where rank 0 called step\(\): .* of rank 0,"),
+    ],
+)
+def test_calls_that_differ_are_named(calls: list[str], message: str) -> None:
+    require_same([calls[0]] * 3)
+    with pytest.raises(RankMismatch, match=message):
+        require_same(calls)
+
+
+def test_a_sandbox_without_devices_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.devnull", "/nowhere/null")
+    require_descriptors(10, "a test needs")
