@@ -41,8 +41,8 @@ if dist.is_available():
 # Seconds that the store may take to answer, and after which a thread that waits for it sees that nothing needs it.
 _ANSWER_S, _SLICES = 60.0, 240
 _ADVICE = (
-    "rank 0, or the launcher, serves it (with init_method='file://...', it is that file): look at whether that runs and "
-    "its host is up, and restart all ranks"
+    "rank 0, or the launcher, serves it (with init_method='file://...', it is that file): look at whether that runs "
+    "and its host is up, and restart all ranks"
 )
 # What a call of the store raises where the store fails.
 STORE_ERRORS = (PeerLost, OutOfResources)
