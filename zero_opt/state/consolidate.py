@@ -40,9 +40,9 @@ from .entries import (
     packets,
     packets_apart,
     runs_of,
-    small_values,
     spread,
 )
+from .incoming import RoomForState, checked_uncut
 from .state_dict import StatesByIndex, torch_dtype
 
 _requires_grad = attrgetter("requires_grad")
@@ -133,40 +133,18 @@ class FrozenState:
         return [self._runs[index, packet.field.key] for index in packet.params]
 
 
-class IncomingState:
-    """The state of all ranks in host memory, while it comes in.
+class IncomingState(RoomForState):
+    """The state of all ranks in host memory, while it comes in."""
 
-    Args:
-        listings: of all ranks, in the order that the keys of a state on several of them will have.
-    """
-
-    def __init__(self, flats: Mapping[int, FlatParam], listings: Iterable[Sequence[Batch]]) -> None:
-        self._flats = flats
-        self._states: StatesByIndex = {}
-        for batch in chain.from_iterable(listings):
-            keys = [field.key for field in batch.fields]
-            for index in batch.params:
-                self._states[index] = dict.fromkeys([*self._states.get(index, ()), *keys])
-        self._values: dict[str, dict[int, Tensor]] = {}  # by key and parameter: 1-D, of what travels
-
-    def _place(self, batch: Batch, field: Field) -> None:
-        """Make room for a field, unless another rank's has; what came inline is there at once."""
-        if not field.travels:
-            for index, value in zip(batch.params, small_values(batch, field), strict=True):
-                self._states[index][field.key] = value
-            return
-        values = self._values.setdefault(field.key, {})
+    def _new(self, field: Field, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         like = torch.empty(0, dtype=torch_dtype(field.dtype), device="cpu")
-        absent = [index for index in batch.params if index not in values]
         if field.kind != "slice":
-            for index in absent:
-                values[index] = like.new_empty(math.prod(field.shape))
-                self._states[index][field.key] = values[index].view(field.shape)
-            return
-        flats = [self._flats[index] for index in absent]
-        for index, flat, run in zip(absent, flats, map(like.new_empty, [flat.numel for flat in flats]), strict=True):
-            values[index] = run
-            self._states[index][field.key] = run if len(flat.shape) == 1 else flat.shaped(run)
+            runs = [like.new_empty(math.prod(field.shape)) for _ in indices]
+            return runs, [run.view(field.shape) for run in runs]
+        flats = [self.flats[index] for index in indices]
+        runs = [like.new_empty(flat.numel) for flat in flats]
+        values = zip(flats, runs, strict=True)
+        return runs, [run if len(flat.shape) == 1 else flat.shaped(run) for flat, run in values]
 
     @without_collection()
     def places_for(self, batches: Sequence[Batch]) -> list[Places]:
@@ -176,21 +154,18 @@ class IncomingState:
             OutOfMemory: there is no room.
         """
         with allocation_errors("the optimizer's full state"):
-            for batch in batches:
-                for field in batch.fields:
-                    self._place(batch, field)
+            self.make(batches)
         return [(packet, self._places_of(packet)) for packet in packets(batches)]
 
     def _places_of(self, packet: Packet) -> list[Tensor]:
-        values, places = self._values[packet.field.key], []
+        runs, places = self.runs[packet.field.key], []
         for index, start, numel in zip(packet.params, packet.starts, packet.numels, strict=True):
-            value = values[index]
-            places.append(value if numel == value.numel() else value[start : start + numel])
+            run = runs.get(index)
+            if run is None:  # no slice, but sent as one
+                places.append(torch.empty(numel, dtype=packet.dtype, device="cpu"))
+            else:
+                places.append(run if numel == run.numel() else run[start : start + numel])
         return [packet.part(place) for place in places]
-
-    def by_param(self) -> StatesByIndex:
-        """Return the state by global parameter index."""
-        return {index: self._states[index] for index in sorted(self._states)}
 
 
 def consolidated(agreement: Agreement, partition: Partition, placement: Placement, to: int) -> StatesByIndex | None:
@@ -200,8 +175,8 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
 
     Raises:
         ConfigError, ConfigTypeError: on every rank, if ``to`` is not a rank on one. RankMismatch: they differ.
-        StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
-            cannot be read. OutOfMemory: on every rank, if ``to`` has no room.
+        StateDictError: on every rank, if state of one cannot be sent, or lacks slices that others have.
+        StorageFailed: on every rank, if that of one cannot be read. OutOfMemory: on every rank, if ``to`` has no room.
     """
     group, mine = agreement.group, b""
     local = LocalState.of(placement, partition)
@@ -210,7 +185,11 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         mine = listing(local.batches())
     agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
-    result = IncomingState(partition.flats, listings) if group.rank == to else None
+    result = None
+    if group.rank == to:
+        result = IncomingState(partition.flats, listings)
+    else:
+        checked_uncut(partition.flats, listings)
     with agreement.together():
         if result is None:
             messages = [[(packet, list[Tensor]()) for packet in packets(batches)] for batches in listings]

@@ -53,7 +53,12 @@ class Field(NamedTuple):
     @property
     def travels(self) -> bool:
         """Whether elements travel besides the field itself."""
-        return self.kind in ("slice", "blocks", "tensor")
+        return self.is_cut or self.kind == "tensor"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has the elements of its slices."""
+        return self.kind in ("slice", "blocks")
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,7 @@ import than all else here together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ from ..kernels.runs import blocks_of
 from ..kernels.strides import contiguous_strides, is_dense
 from ..layout import ParamSlice, Span
 from ..placement import Placement
-from ..sharding.flat_param import element_order
+from ..sharding.flat_param import FlatParam, element_order
 from ..sharding.partition import Partition
 from ..system.shared_memory import allocation_errors
 from .consolidate import LocalState
-from .entries import Batch, Field, listed, listing, message_to_send, packets_apart, small_values
+from .entries import Batch, Field, listed, listing, message_to_send, packets_apart
+from .incoming import RoomForState
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 
@@ -98,6 +99,36 @@ def blank(value: Tensor, param: Tensor, shape: torch.Size, group: Group) -> Tens
     return layout.wrap(fill.repeat(layout.run(group.rank, group.world_size).numel), group)
 
 
+class IncomingRows(RoomForState):
+    """This rank's rows of all ranks' state in host memory, while they come in; small values in full."""
+
+    def __init__(self, flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]], group: Group) -> None:
+        super().__init__(flats, listings)
+        self._group = group
+
+    def _new(self, field: Field, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        made = [self._rows(self.layout(index, field)) for index in indices]
+        return [run for run, _ in made], [value for _, value in made]
+
+    def _rows(self, layout: RowLayout) -> tuple[Tensor, Tensor]:
+        if not layout.numel:
+            empty = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
+            return empty.view(-1), empty
+        numel = layout.run(self._group.rank, self._group.world_size).numel
+        run = torch.empty(numel, dtype=layout.dtype, device="cpu")
+        return run, layout.wrap(run, self._group)
+
+    def layout(self, index: int, field: Field) -> RowLayout:
+        """Return the layout of a value of all ranks."""
+        dtype = torch_dtype(field.dtype)
+        if field.kind == "tensor":
+            return RowLayout(tuple(field.shape), contiguous_strides(torch.Size(field.shape)), dtype)
+        flat = self.flats[index]
+        if field.kind == "blocks":
+            return RowLayout((blocks_of(flat.numel),), (1,), dtype)
+        return RowLayout(tuple(flat.shape), flat.strides, dtype)
+
+
 class ShardedState:
     """One way of all ranks' state between owned slices and rows: out or in. Methods are collective."""
 
@@ -116,58 +147,30 @@ class ShardedState:
         Extra memory: the result, and a few tensors on their way.
 
         Raises:
-            StateDictError: on every rank, if state of one cannot be sent. StorageFailed: on every rank, if that of one
-                cannot be read. OutOfMemory: on every rank, if one has no room.
+            StateDictError: on every rank, if state of one cannot be sent, or lacks slices that others have.
+            StorageFailed: on every rank, if that of one cannot be read. OutOfMemory: on every rank, if one has no room.
         """
         mine, failed = b"", list[Exception]()
         with self._agreement.together("sharded_state_dict()"):
             local = LocalState.of(self._placement, self._partition, compact=compact)
             mine = listing(local.batches())
         listings = [listed(payload) for payload in self._group.all_gather_bytes(mine)]
-        runs: dict[tuple[int, str], Tensor] = {}
-        result: StatesByIndex = {}
+        room = IncomingRows(self._partition.flats, listings, self._group)
         with self._agreement.together(), allocation_errors("sharded_state_dict()"):
-            for batch in chain.from_iterable(listings):
-                for field in batch.fields:
-                    self._place(batch, field, runs, result)
+            room.make(chain.from_iterable(listings))
         for owner, batches in enumerate(listings):
             for packet in chain.from_iterable(map(packets_apart, batches)):
                 (index,), (start,) = packet.params, packet.starts
-                rows = runs.get((index, packet.field.key))
-                if rows is None:
+                rows = room.runs[packet.field.key].get(index)
+                if rows is None or not packet.numel:
                     continue
-                source, layout = None, self._layout(index, packet.field)
+                source, layout = None, room.layout(index, packet.field)
                 if owner == self._group.rank:
                     source = message_to_send(local, packet, failed)
                 self._between(owner, Span(start, start + packet.numel), source, layout, rows, to_rows=True)
         self._window.drain()
         self._agreement.raise_first_error(next(iter(failed), None))
-        return {index: result[index] for index in sorted(result)}
-
-    def _place(self, batch: Batch, field: Field, runs: dict[tuple[int, str], Tensor], result: StatesByIndex) -> None:
-        """Make room for this rank's rows of a field, unless another rank's has, and add them to ``result``."""
-        key, small = field.key, None if field.travels else small_values(batch, field)
-        for member, index in enumerate(batch.params):
-            state = result.setdefault(index, {})
-            if small is not None:
-                state[key] = small[member]
-            elif key not in state:
-                layout = self._layout(index, field)
-                if layout.numel:
-                    numel = layout.run(self._group.rank, self._group.world_size).numel
-                    run = runs[index, key] = torch.empty(numel, dtype=layout.dtype, device="cpu")
-                    state[key] = layout.wrap(run, self._group)
-                else:
-                    state[key] = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-
-    def _layout(self, index: int, field: Field) -> RowLayout:
-        dtype = torch_dtype(field.dtype)
-        if field.kind == "tensor":
-            return RowLayout(tuple(field.shape), contiguous_strides(torch.Size(field.shape)), dtype)
-        flat = self._partition.flats[index]
-        if field.kind == "blocks":
-            return RowLayout((blocks_of(flat.numel),), (1,), dtype)
-        return RowLayout(tuple(flat.shape), flat.strides, dtype)
+        return room.by_param()
 
     # -- in -----------------------------------------------------------------------------------------------------------
 

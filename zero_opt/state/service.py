@@ -343,8 +343,8 @@ class StateService:
 
         Raises:
             StepDesync: another rank is ahead of this one, or this thread is in a pull already. PeerLost: one has ended,
-                or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent, or read.
-            StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
+                or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent or read, or
+                is not all there. StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
         """
         if self._closed or self._side.inherited:
             raise StateNotConsolidated(

@@ -13,7 +13,7 @@ from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
 from zero_opt.optimizer import contents
 from zero_opt.state.consolidate import IncomingState
-from zero_opt.state.row_sharded import ShardedState
+from zero_opt.state.row_sharded import IncomingRows
 
 
 def _too_much(*_: Any) -> None:
@@ -26,7 +26,7 @@ def _without_memory(
     params, optimizer = make_stepped(2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(where, "_place", _too_much)
+            patch.setattr(where, "make", _too_much)
         message = ""
         if everywhere or rank == 1:
             with pytest.raises(zero_opt.OutOfMemory, match=r"gets no host memory; .*ulimit -a") as caught:
@@ -45,7 +45,7 @@ def _without_memory(
     ("call", "where"),
     [
         (lambda optimizer: optimizer.consolidate_state_dict(to=1), IncomingState),
-        (zero_opt.sharded_state_dict, ShardedState),
+        (zero_opt.sharded_state_dict, IncomingRows),
     ],
     ids=["consolidate", "rows"],
 )
