@@ -32,7 +32,7 @@ from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import partners
 from .rendezvous import PAUSE_RANK_S, Meeting, Patience
-from .store import c10d, default_store
+from .store import StoreCalls, c10d, default_store
 from .store_keys import missing, values
 from .waits_beside import outcome, submitted
 
@@ -258,6 +258,7 @@ def made_by_all(connecting: Connecting) -> Iterator[list[Any]]:
         raise meaning from (None if meaning is error else error)
     finally:
         connecting.ask.close()
+    connecting.ask = StoreCalls()  # for ranks that connect on first use; its thread starts with the first call
 
 
 def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:

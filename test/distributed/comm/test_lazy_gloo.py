@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
+from zero_opt.comm import store
 from zero_opt.comm.lazy_gloo import partners
 
 # Each group listens for connections.
@@ -63,3 +66,35 @@ def test_training_on_one_host_connects_to_partners_and_saving_to_the_rank_that_s
 def test_an_exchange_by_messages_connects_to_all_when_it_is_made() -> None:
     for (trained, _), _ in run_processes(6, _counts, "backend"):
         assert trained == 5 + _RING + _GROUPS
+
+
+def _store_is_gone(rank: int, world_size: int) -> tuple[str, bool]:
+    """The store's host falls silent while two ranks connect on first use."""
+    optimizer = zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(500))], torch.optim.SGD, lr=0.5)
+    addresses, answered, errors = optimizer._group._addresses, threading.Event(), list[BaseException]()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            return answered.wait(PATIENCE_S)
+
+    addresses._store = Silent()
+    store._ANSWER_S = 0.5
+
+    def connect() -> None:
+        try:
+            addresses.get("asked for the first time/1")
+        except zero_opt.PeerLost as error:
+            errors.append(error)
+
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(PATIENCE_S / 4)
+    ended = not connecting.is_alive()
+    answered.set()
+    optimizer.close()
+    return str(*errors), ended
+
+
+def test_a_rank_that_connects_on_first_use_does_not_wait_for_a_silent_store() -> None:
+    for message, ended in run_processes(2, _store_is_gone):
+        assert ended and message.startswith("the process group's store has not answered")
