@@ -42,7 +42,7 @@ def test_every_slice_has_to_be_listed(cuts: list[int], data: st.DataObject) -> N
     del listings[lost][0]
     if len(cuts) > 1:
         have = " and ".join(f"rank {rank} has {64 * cut}" for rank, cut in enumerate(cuts) if rank != lost)
-        with pytest.raises(StateDictError, match=f"state 'exp_avg' of p0 is not .* {64 * sum(cuts)} elements {have}"):
+        with pytest.raises(StateDictError, match=rf"state 'exp_avg' of p0 is not .* {64 * sum(cuts)} elements {have}"):
             checked_uncut(flats, listings)
 
 
@@ -68,11 +68,11 @@ def test_one_element_is_no_slice_where_the_first_owner_says_so(kind: str) -> Non
 @pytest.mark.parametrize("first", [{"exp_avg": "slice"}, {"step": "tensor", "exp_avg": "slice"}])
 def test_one_element_that_no_listing_has_is_missing(first: dict[str, str]) -> None:
     listings = [[_batch((0, 0, 64), kinds=first)], [_batch((0, 64, 1), kinds={"step": "slice", "exp_avg": "slice"})]]
-    with pytest.raises(StateDictError, match="'step' of p0 .* of its 65 elements rank 1 has 1"):
+    with pytest.raises(StateDictError, match=r"'step' of p0 .* of its 65 elements rank 1 has 1"):
         checked_uncut(_flats(65), listings)
 
 
 def test_several_elements_are_a_slice_whatever_the_first_owner_says() -> None:
     listings = [[_batch((0, 0, 64), kinds={"exp_avg": "value"})], [_batch((0, 64, 2), kinds=SLICES)]]
-    with pytest.raises(StateDictError, match="'exp_avg' of p0 .* rank 1 has 2"):
+    with pytest.raises(StateDictError, match=r"'exp_avg' of p0 .* rank 1 has 2"):
         checked_uncut(_flats(66), listings)
