@@ -340,6 +340,7 @@ class BetweenSteps(Engine):
     def _show_state(self) -> None:
         """Let the user's ``state`` follow the steps that are in the state."""
         self.parts.visible.follow()
+        self.parts.full.forget()
 
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
@@ -412,6 +413,7 @@ class BetweenSteps(Engine):
         mine = parts.full.own_part(states)
         self._guard.begin(parts.patience_s)
         self._half_loaded = True
+        parts.full.forget()
         with self._guard.telling_why("load_state_dict()"), self.agreement.together():  # a disk may fail at any moment
             self.placement.load(mine, loaded.groups)
             self.placement.resume(states)

@@ -80,7 +80,7 @@ class EngineParts:
         stand_ins = StandIns(config.optimizer_class, shown, owner, self.params)
         self.visible = VisibleState(owner, stand_ins, self.params, self.partition, self.placement)
         self.guard.notice_edits(self.partition.edits, self.visible.written)
-        self.full = FullState(self.agreement, self.partition, self.placement, self.guard, self.visible)
+        self.full = FullState(self.agreement, self.partition, self.placement, self.guard)
 
     def _built_placement(self) -> Placement:
         """Return the placement, or raise on all ranks if one has none. Collective."""

@@ -102,6 +102,11 @@ class ReadThrough(MutableMapping[str, Any]):
         """Return the tensors that this state has given out."""
         return [value for value in self._values.values() if isinstance(value, Tensor)]
 
+    @property
+    def adopted(self) -> object:
+        """Another object once values that users have put in, or written to, were adopted."""
+        return self._made
+
     def given(self) -> dict[str, Any]:
         """Return the values that users have put in."""
         made = self._made
@@ -153,5 +158,5 @@ class ReadThrough(MutableMapping[str, Any]):
     def forget(self) -> None:
         """Show what there is now."""
         self._values.clear()
-        self._made.clear()
+        self._made = {}
         self._dropped.clear()

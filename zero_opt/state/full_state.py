@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import Agreement
 from ..comm.connecting import require_descriptors
 from ..errors import OptimizerClosed, StateNotConsolidated, StepPending
-from ..placement import Placement, live_tensors
+from ..placement import ParamState, Placement
 from ..sharding.flat_param import is_dtensor
 from ..sharding.partition import Partition
-from ..system.inference_mode import versions_of
 from .consolidate import consolidated
 from .guard import StateGuard
+from .kept_state import KeptState
 from .service import StateService
 from .state_dict import StatesByIndex, copied, cut
 from .usual_states import UsualStates, copies_of_usual
-from .visible_state import VisibleState
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
@@ -48,37 +47,38 @@ class FullState:
         partition: Partition,
         placement: Placement,
         guard: StateGuard,
-        visible: VisibleState,
     ) -> None:
         self._agreement, self._partition, self._placement, self._guard = agreement, partition, placement, guard
-        self._visible = visible
-        self._kept: tuple[tuple[int, ...], StatesByIndex | None] = ((), None)  # and its _version()
+        self._kept, self._kept_at = KeptState(), 0  # and the changes then
+        self._final: StatesByIndex | None = None  # what was kept, and current, when this was closed
         self._closed = False
 
     def consolidate(self, to: int) -> None:
         """Bring the full state to rank ``to``, where :meth:`here` returns it until something changes it."""
         state = consolidated(self._agreement, self._partition, self._placement, to)
-        self._kept = (self._version(), state)
+        self._kept.forget()
+        self._kept_at = self._guard.changes
+        if state is not None:
+            self._kept.keep(state, self._live())
 
-    def _version(self) -> tuple[int, ...]:
-        """Return numbers that are others once a step or the user has changed this rank's state."""
-        live = [value for _, state in self._placement.state() for value in live_tensors(state)]
-        return (*self._changes(), *versions_of(live))
+    def _live(self) -> Iterator[ParamState]:
+        return (state for _, state in self._placement.state())
 
-    def _changes(self) -> tuple[int, int]:
-        return self._guard.changes, self._visible.taken
+    def forget(self) -> None:
+        """Let go of what :meth:`consolidate` brought here, and of the live state then: other state takes its place."""
+        self._kept.forget()
 
     def _current(self) -> StatesByIndex | None:
         """Return what :meth:`consolidate` brought here, if it is current still; after :meth:`close`, if it was then."""
-        version, state = self._kept
-        if state is None or self._closed:
-            return state
-        return state if version[:2] == self._changes() and version == self._version() else None
+        if self._closed:
+            return self._final
+        return self._kept.current(self._live()) if self._kept_at == self._guard.changes else None
 
     def close(self) -> None:
         """Give up the live state: what :meth:`consolidate` brought here stays current if it is."""
-        self._kept = ((), self._current())
+        self._final = self._current()
         self._closed = True
+        self.forget()
 
     def require_landed(self) -> None:
         """Raise an error if the state lacks a pending step.

@@ -37,7 +37,6 @@ class VisibleState:
 
     Attributes:
         dropped: parameters whose entries the user has dropped since the last step.
-        taken: how often edits of this rank's state were taken over that torch's version counters do not tell.
         lock: other threads see all changes that are made under it at once.
     """
 
@@ -59,7 +58,6 @@ class VisibleState:
         # While a step is pending: the owner's entries as of follow(), and the values in each.
         self._followed: dict[int, tuple[ParamState, dict[str, Any]]] | None = None
         self.dropped: set[int] = set()
-        self.taken = 0
         self.lock = threading.RLock()
         self._adopting = NoReentry("while this thread was looking at opt.state")
         self._adopted = SameObjects()  # all of the owner's state when a look at it found no edit
@@ -238,10 +236,7 @@ class VisibleState:
             return
         self._unedited = False
         self._part_exchanged()
-        written = any(isinstance(live, ReadThrough) and live.edited() for live in self._live.values())
-        shown = len(self._live)
         changed = [self._adopt_slice(piece) for piece in self._pieces]
-        self.taken += written or any(changed) or len(self._live) < shown
         self.dropped |= self._stand_ins.take_dropped()
         self._adopted.forget()
         self._memory.forget()

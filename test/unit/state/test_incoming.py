@@ -42,7 +42,7 @@ def test_every_slice_has_to_be_listed(cuts: list[int], data: st.DataObject) -> N
     del listings[lost][0]
     if len(cuts) > 1:
         have = " and ".join(f"rank {rank} has {64 * cut}" for rank, cut in enumerate(cuts) if rank != lost)
-        with pytest.raises(StateDictError, match=f"state 'exp_avg' of p0 is not .* {64 * sum(cuts)} elements {have}"):
+        with pytest.raises(StateDictError, match=rf"state 'exp_avg' of p0 is not .* {64 * sum(cuts)} elements {have}"):
             checked_uncut(flats, listings)
 
 

@@ -146,6 +146,10 @@ class DTensorValues(ReadThrough):
     def held(self) -> list[Tensor]:
         return [shown for _, shown, _ in self._pairs.values() if isinstance(shown, Tensor)]
 
+    @property
+    def adopted(self) -> object:
+        return self.live.adopted
+
     def follow(self) -> None:
         """Let edits of DTensors be edits of the values."""
         pairs = [pair for key, pair in self._pairs.items() if key in self.live]

@@ -31,15 +31,14 @@ from ...errors import (
     ZeroOptError,
 )
 from ...kernels.table import NATIVE_CLASSES
-from ...placement import live_tensors
 from ...policies import AlreadyReduced, DDPHook
 from ...reduction.grad_norm import Share, look, norm_dtype
 from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
-from ...state.state_dict import StateDict, StatesByIndex, copied, tried_on
+from ...state.kept_state import KeptState
+from ...state.state_dict import StateDict, copied, tried_on
 from ...state.trial import is_known, state_after_a_step
-from ...system.inference_mode import version_of
 from ..config import Config
 from .fsdp import Shards
 from .local_parts import (
@@ -78,7 +77,7 @@ class MeshParams:
         self.by_muon = config.optimizer_class is torch.optim.Muon
         self._checks, self._params = config.checks, list[Tensor]()
         self._groups: dict[Any, MeshGroup] = {}
-        self._kept: tuple[tuple[int, ...], StatesByIndex] | None = None
+        self._kept = KeptState()
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Take in more parameters, DTensors or not."""
@@ -200,7 +199,7 @@ class MeshParams:
                 if mine:
                     entry[key] = full_value
         if mine:
-            self._kept = (_version(live), full)
+            self._kept.keep(full, live.values())
 
     def _require_rank(self, to: object) -> None:
         if isinstance(to, bool) or not isinstance(to, int):
@@ -263,13 +262,12 @@ class MeshParams:
 
     def full_state(self, states: Any, live: Mapping[Tensor, Any]) -> Any:
         """Return a copy of what :meth:`consolidate` brought here, if that is still the state; else ``states``."""
-        if self._kept is None or self._kept[0] != _version(live):
-            return states
-        return copied(self._kept[1])
+        kept = self._kept.current(live.values())
+        return states if kept is None else copied(kept)
 
     def forget(self) -> None:
         """Drop what :meth:`consolidate` brought here, since the state is about to change."""
-        self._kept = None
+        self._kept.forget()
 
     def cut_state_dict(self, state_dict: StateDict, param_groups: Sequence[Mapping[str, Any]]) -> StateDict:
         """Return a checked state dict, its state by :func:`cut_like` as a step of DTensors needs it. Collective."""
@@ -324,12 +322,6 @@ def _require_same(name: str, by_rank: Mapping[int, object]) -> None:
 
 def _mesh_of(param: Tensor) -> Any:
     return getattr(param, "device_mesh", None)
-
-
-def _version(live: Mapping[Tensor, Any]) -> tuple[int, ...]:
-    """Return numbers that are others once state was edited in place, replaced, added or dropped."""
-    values = (value for state in live.values() for value in live_tensors(state))
-    return tuple(number for value in values for number in (id(value), version_of(value)))
 
 
 def mesh_of(entries: Iterable[Any], config: Config, *, ranks_given: bool) -> MeshParams | None:

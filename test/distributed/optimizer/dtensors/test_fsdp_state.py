@@ -144,6 +144,56 @@ def test_a_plain_optimizer_loads_what_was_consolidated(shape: tuple[int, ...]) -
     run_processes(torch.Size(shape).numel(), _consolidated, shape)
 
 
+def _replace(optimizer: Any, param: Any) -> None:
+    entry = optimizer.state[param]
+    for value in (3.0, 7.0):  # the second may get the memory, and the identity, of what the first has replaced
+        entry["exp_avg"] = torch.full_like(entry["exp_avg"], value)
+
+
+def _replace_entry(optimizer: Any, param: Any) -> None:
+    entry = optimizer.state[param]
+    optimizer.state[param] = {**entry, "exp_avg": torch.full_like(entry["exp_avg"], 7.0)}
+
+
+def _count(optimizer: Any, param: Any) -> None:
+    optimizer.state[param]["number"] = 2
+
+
+def _edited_at_version_0(rank: int, world_size: int, offload: Any, edit: Any) -> None:
+    net = sharded(mesh_of((world_size,)))
+    param, optimizer = net.up.weight, ours(net, offload=offload)
+    _train(net, optimizer, rank, range(1))
+    if offload is None:
+        optimizer.state[param]["number"] = 1
+    optimizer.consolidate_state_dict(to=0)
+    saved = [optimizer.state_dict()]
+    dist.broadcast_object_list(saved, 0)
+    optimizer.load_state_dict(saved[0])
+    optimizer.consolidate_state_dict(to=0)
+    (index,) = [i for i, one in enumerate(_params(optimizer)) if one is param]
+    before = optimizer.state_dict()["state"][index]
+    assert isinstance(before["exp_avg"], DTensor) == (rank != 0)
+    edit(optimizer, param)
+    found = optimizer.state_dict()["state"][index]
+    assert isinstance(found["exp_avg"], DTensor)
+    if edit is _count:
+        assert found["number"] == 2
+    else:
+        assert (found["exp_avg"].to_local() == 7).all()
+    dist.barrier()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("edit", [_replace, _replace_entry], ids=["by key", "by entry"])
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_new_values_are_in_the_state_dict(offload: Any, edit: Any) -> None:
+    run_processes(2, _edited_at_version_0, offload, edit)
+
+
+def test_new_numbers_are_in_the_state_dict() -> None:
+    run_processes(2, _edited_at_version_0, None, _count)
+
+
 def _loaded(rank: int, world_size: int) -> None:
     """From itself, from torch's optimizer, whole, and from another mesh; training goes on with the same bits."""
     source_net = sharded(mesh_of((2, 2)), BF16)
