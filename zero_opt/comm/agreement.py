@@ -402,6 +402,10 @@ def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int)
     return f"{longer[min(len(first), len(other))][0]} exists on rank {where} alone"
 
 
+# Of a parameter, so many rows of 4,096 words are copied at a time: 8 MB.
+_ROWS_AT_ONCE = 256
+
+
 def edits_digest(edits: Mapping[int, int]) -> int:
     """Return a digest, of 64 bits, of how often each parameter was written to; 0 if none was."""
     if not edits:
@@ -410,11 +414,12 @@ def edits_digest(edits: Mapping[int, int]) -> int:
 
 
 def value_digest(param: Tensor) -> str:
-    """Return a short digest of a parameter's bits that depends on their positions. Reads the parameter three times.
+    """Return a short digest of a parameter's bits that depends on their positions. Reads the parameter four times.
 
-    The bytes are summed as integers by rows and by columns of a matrix, and by columns of another one, whose width has
-    no factor of the first's: rows and columns of the first alone do not tell permutations of its rows. What is hashed
-    is the sums.
+    Words of 8 bytes are summed by rows and by columns of a matrix, and by columns of another one, whose width has no
+    common factor with the first: rows and columns of one matrix are the same for permutations of its rows. These sums
+    wrap around, and so lose the highest bits, which are signs; the upper halves of words are summed without that. All
+    sums are hashed.
     """
     with torch.no_grad():
         dense = param.detach().resolve_conj().resolve_neg().contiguous()
@@ -423,9 +428,11 @@ def value_digest(param: Tensor) -> str:
         if raw.storage_offset() % 8:  # a view of a larger tensor, where words cannot be seen
             raw = raw.clone()
         whole = raw.numel() // 8 * 8
-        words = raw[:whole].view(torch.int64)  # sums of these wrap around, and need no wider copy
+        words = raw[:whole].view(torch.int64)
         rows, others = (words[: words.numel() // width * width].view(-1, width) for width in (4096, 4093))
-        parts = [rows.sum(0), rows.sum(1), others.sum(0), words[rows.numel() :], raw[whole:]]
+        uppers = [(upper.sum(0), upper.sum(1)) for upper in (part >> 32 for part in torch.split(rows, _ROWS_AT_ONCE))]
+        upper = [torch.stack([columns for columns, _ in uppers]).sum(0), torch.cat([of_rows for _, of_rows in uppers])]
+        parts = [rows.sum(0), rows.sum(1), others.sum(0), *upper, words[rows.numel() :], raw[whole:]]
         digest = hashlib.sha256()
         for part in parts:
             digest.update(tensor_bytes(part.cpu().contiguous()))

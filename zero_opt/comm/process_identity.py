@@ -37,8 +37,10 @@ def host_if_known() -> str:
     return ""
 
 
-# States of a process that runs no more. What is read of a process's line: more than it has.
-ENDED, _STAT_NBYTES = "ZXx", 4096
+# States of a process that runs no more.
+ENDED = "ZXx"
+# Bytes to read of /proc/PID/stat; the line is shorter.
+_STAT_NBYTES = 4096
 
 
 class ProcessIdentity(NamedTuple):

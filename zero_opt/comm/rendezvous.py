@@ -55,13 +55,14 @@ from .store_keys import missing, values
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 PAUSE_RANK_S = 0.002
-# Of ranks that have not come, a look asks so many for where they are: each rank and each look others.
+# Of ranks that have not come, a look asks so many for where they are; ranks and looks take turns over them.
 _ASKED = 8
 # Counts the ranks that have come, or have read what all said.
 _COUNT = "count"
-# A rank looks around for the first time after so long; looks are then further and further apart, and by so many times
-# what one has taken, since many ranks of a host look.
-_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S, _LOOK_APART_PER_S = 1.0, 0.25, 10.0, 9.0
+# A rank looks around for the first time after so long; looks are then further and further apart.
+_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
+# Many ranks of a host look: they are apart so many times as long as the last one took, too, but no longer than this.
+_TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
 # A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
 # not fit its receiver.
 NEVER_SENT = (1 << 31) - 1
@@ -340,7 +341,7 @@ class Meeting:
         if error is not None:
             raise error
         taken, apart = time.monotonic() - begun, min(max(_LOOK_APART_S, 0.25 * waited), _LOOK_APART_MOST_S)
-        self._due = waited + taken + max(apart, _LOOK_APART_PER_S * taken)
+        self._due = waited + taken + max(apart, min(_TIMES_LOOKING * taken, _LOOKING_MOST_S))
         if waited > WARN_AFTER_S and not self._warned:
             self._warned = True
             log.warning("%s has waited %d s for %s; %s", self._call, waited, self._named(), self._come)

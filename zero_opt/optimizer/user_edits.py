@@ -20,7 +20,7 @@ class UserEdits:
     """Which parameters to compare of those that ranks have written to between two steps.
 
     The values may differ also where every rank has written equally often, as of noise without a common seed. To compare
-    them costs three reads of each, so such a parameter is compared the first time, the second, the fourth, and so on.
+    them costs four reads of each, so such a parameter is compared the first time, the second, the fourth, and so on.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class UserEdits:
 
     def to_compare(self, counts: EditCounts) -> EditCounts:
         """Return those that are :meth:`due`, and all that ranks have written to unequally often."""
-        uneven, due = uneven_edits(counts), self.due(counts)
-        return {param: by_rank for param, by_rank in counts.items() if param in uneven or param in due}
+        compared = {*uneven_edits(counts), *self.due(counts)}
+        return {param: by_rank for param, by_rank in counts.items() if param in compared}
 
     def accept(self, params: Iterable[int]) -> None:
         """Count these, whose values are equal as far as they were compared."""

@@ -104,7 +104,7 @@ class ReadThrough(MutableMapping[str, Any]):
 
     @property
     def adopted(self) -> object:
-        """Another object once values that users have put in, or written to, were adopted."""
+        """A token that is replaced whenever values of the user's were adopted."""
         return self._made
 
     def given(self) -> dict[str, Any]:

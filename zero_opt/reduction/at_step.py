@@ -102,8 +102,8 @@ class _Since(Enum):
 
     REDUCED = auto()  # nothing
     SCALED = auto()  # a factor, of clipping
-    STEPPED = auto()  # a step
-    KEPT = auto()  # both; another step takes them as they are
+    STEPPED = auto()  # a step: another one reduces them again
+    KEPT = auto()  # clipping and then a step, in host memory: another step takes them as they are
 
 
 class AtStepReduction(GradReduction):

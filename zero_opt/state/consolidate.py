@@ -161,7 +161,7 @@ class IncomingState(RoomForState):
         runs, places = self.runs[packet.field.key], []
         for index, start, numel in zip(packet.params, packet.starts, packet.numels, strict=True):
             run = runs.get(index)
-            if run is None:  # no slice, but sent as one
+            if run is None:  # not a slice, but sent as one: received and dropped
                 places.append(torch.empty(numel, dtype=packet.dtype, device="cpu"))
             else:
                 places.append(run if numel == run.numel() else run[start : start + numel])

@@ -55,8 +55,8 @@ class FullState:
 
     def consolidate(self, to: int) -> None:
         """Bring the full state to rank ``to``, where :meth:`here` returns it until something changes it."""
+        self._kept.forget()  # not two at a time
         state = consolidated(self._agreement, self._partition, self._placement, to)
-        self._kept.forget()
         self._kept_at = self._guard.changes
         if state is not None:
             self._kept.keep(state, self._live())

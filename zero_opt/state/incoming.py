@@ -22,14 +22,14 @@ _numel_of = attrgetter("numel")
 def checked_uncut(flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]]) -> dict[str, set[int]]:
     """Check that the slices that all ranks list of a value are all of the value. The same on every rank.
 
-    A value with one element looks like a slice on a rank whose slice has one element. It is none if the owner of the
-    parameter's first element lists the value as a small one.
+    A value with one element looks like a slice on a rank whose slice has one element. It is not a slice if the owner
+    of the parameter's first element lists it as a small value. Those come from that owner alone, and are not compared.
 
     Args:
         listings: by rank.
 
     Returns:
-        By key, the parameters of which a listed slice is none.
+        By key, the parameters of which what is listed is not a slice.
 
     Raises:
         StateDictError: some elements of a value are on no rank.

@@ -15,10 +15,10 @@ from .state_dict import StatesByIndex
 
 
 def _seen_in(entry: ParamState) -> list[Any]:
-    """Return all objects of an entry of which one is another after an edit."""
+    """Return an entry's objects; an edit replaces at least one of them."""
     if isinstance(entry, ReadThrough):
         return [entry.adopted, *entry.held()]
-    return [*chain.from_iterable(entry.items())]
+    return list(chain.from_iterable(entry.items()))
 
 
 class KeptState:
@@ -29,32 +29,30 @@ class KeptState:
     """
 
     def __init__(self) -> None:
-        self._full: StatesByIndex | None = None
-        self._seen, self._versions = SameObjects(), list[int]()
+        # Full state, and what was seen of the live state: one attribute, since other threads may ask.
+        self._kept: tuple[StatesByIndex, SameObjects, list[int]] | None = None
 
     def keep(self, full: StatesByIndex, live: Iterable[ParamState]) -> None:
         """Keep full state; ``live`` is what the user may edit of it on this rank."""
-        self.forget()
-        objects, self._versions = self._look(live)
-        self._seen.note(objects)
-        self._full = full  # last, since other threads may ask for it
+        objects, versions = self._look(live)
+        seen = SameObjects()
+        seen.note(objects)
+        self._kept = full, seen, versions
 
     def current(self, live: Iterable[ParamState]) -> StatesByIndex | None:
         """Return the full state if it is there and the live state has not been edited since.
 
         Edits of :class:`ReadThrough` are seen once they are adopted.
         """
-        full = self._full
-        if full is None:
+        if (kept := self._kept) is None:
             return None
+        full, seen, known = kept
         objects, versions = self._look(live)
-        return full if versions == self._versions and self._seen.are(objects) else None
+        return full if versions == known and seen.are(objects) else None
 
     def forget(self) -> None:
         """Let go of everything."""
-        self._full = None
-        self._seen.forget()
-        self._versions = []
+        self._kept = None
 
     @staticmethod
     def _look(live: Iterable[ParamState]) -> tuple[list[Any], list[int]]:

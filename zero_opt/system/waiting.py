@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 # Intervals grow from the first to the second of these, in seconds.
 _FIRST_PAUSE_S, _PAUSE_S = 0.0002, 0.1
-# An interval is so many times as long as asking took, at least: where many ask, what they ask must come to answer.
-_PAUSE_PER_S = 4.0
+# An interval is so many times as long as asking took, so that what many ask has time to answer, up to the second.
+_TIMES_ASKING, _LONGEST_S = 4.0, 1.0
 
 
 def until(
@@ -30,7 +30,8 @@ def until(
         look(waited)
         if waited > patience_s:
             return False
-        time.sleep(max(pause_s, _PAUSE_PER_S * (time.monotonic() - asked)))
+        asking_s = min(_TIMES_ASKING * (time.monotonic() - asked), _LONGEST_S)
+        time.sleep(max(pause_s, asking_s))
         pause_s = min(1.5 * pause_s, max(_PAUSE_S, longest_pause_s))
         asked = time.monotonic()
     return True

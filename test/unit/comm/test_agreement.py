@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, cast
@@ -65,6 +66,28 @@ def test_the_digest_tells_permutations_apart(width: int) -> None:
     one = torch.eye(width, dtype=torch.bfloat16)[: 2**26 // width]
     other = one.flip(0)
     assert len({value_digest(each) for each in (one, other, one.roll(1, 0), other.roll(1, 0))}) == 4
+
+
+@pytest.mark.parametrize(
+    "flip",
+    [
+        lambda: torch.randn(1024, 1024, dtype=torch.float64),
+        lambda: torch.randn(512, 64, dtype=torch.float64),
+        lambda: torch.view_as_real(torch.randn(512, 512, dtype=torch.complex64))[..., 1],
+        lambda: torch.randn(512, 512)[:, 1::2],
+        lambda: torch.randn(512, 512).bfloat16()[:, 3::4],
+        lambda: torch.randn(1024, 1024, dtype=torch.float64)[:512],
+        lambda: torch.randn(64, 4096, dtype=torch.float64)[:2],
+    ],
+)
+def test_the_digest_tells_signs_apart(flip: Callable[[], Tensor]) -> None:
+    """They are the highest bits of words, which sums that wrap around lose."""
+    torch.manual_seed(0)
+    part = flip()
+    whole = torch.empty(0, dtype=part.dtype).set_(part.untyped_storage())
+    before = value_digest(whole)
+    part.neg_()
+    assert value_digest(whole) != before
 
 
 def test_the_digest_sees_bits_not_values() -> None:
