@@ -42,7 +42,7 @@ from .entries import (
     runs_of,
     spread,
 )
-from .incoming import RoomForState, checked_uncut
+from .incoming import RoomForState, uncut_over
 from .state_dict import StatesByIndex, torch_dtype
 
 _requires_grad = attrgetter("requires_grad")
@@ -185,11 +185,8 @@ def consolidated(agreement: Agreement, partition: Partition, placement: Placemen
         mine = listing(local.batches())
     agreement.require_same_contents([("rank to consolidate to", to)])
     listings = [listed(payload) for payload in group.all_gather_bytes(mine)]
-    result = None
-    if group.rank == to:
-        result = IncomingState(partition.flats, listings)
-    else:
-        checked_uncut(partition.flats, listings)
+    uncut = uncut_over(group, partition.flats, listings)
+    result = IncomingState(partition.flats, listings, uncut) if group.rank == to else None
     with agreement.together():
         if result is None:
             messages = [[(packet, list[Tensor]()) for packet in packets(batches)] for batches in listings]

@@ -5,18 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
+from ..comm.groups import FAKE, Group
 from ..errors import StateDictError
 from ..sharding.flat_param import FlatParam
 from .entries import Batch, Field, small_values
 from .state_dict import StatesByIndex
 
 _numel_of = attrgetter("numel")
+# Messages name so many ranks.
+_NAMED_RANKS = 4
 
 
 def checked_uncut(flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]]) -> dict[str, set[int]]:
@@ -55,6 +58,13 @@ def checked_uncut(flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Ba
     return uncut
 
 
+def uncut_over(
+    group: Group, flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]]
+) -> Mapping[str, set[int]]:
+    """Return :func:`checked_uncut`, but over the fake process group, whose other ranks list what this one does."""
+    return {} if group.backend == FAKE else checked_uncut(flats, listings)
+
+
 def _is_small(index: int, key: str, listings: Sequence[Sequence[Batch]]) -> bool:
     """Return whether a rank lists a parameter's value as one that comes in the listing."""
     batches = (batch for batch in chain.from_iterable(listings) if index in batch.params)
@@ -62,7 +72,8 @@ def _is_small(index: int, key: str, listings: Sequence[Sequence[Batch]]) -> bool
 
 
 def _missing(flat: FlatParam, key: str, by_rank: Mapping[int, int]) -> StateDictError:
-    have = " and ".join(f"rank {rank} has {numel}" for rank, numel in by_rank.items())
+    have = " and ".join(f"rank {rank} has {numel}" for rank, numel in islice(by_rank.items(), _NAMED_RANKS))
+    have += f" and {len(by_rank) - _NAMED_RANKS} more ranks have others" if len(by_rank) > _NAMED_RANKS else ""
     return StateDictError(
         f"state {key!r} of {flat.label} is not on all ranks that own a part of the parameter: of its {flat.numel} "
         f"elements {have}. Give opt.state[p] the same keys on every rank that shows the entry, drop the whole entry on "
@@ -75,13 +86,16 @@ class RoomForState(ABC):
 
     Args:
         listings: of all ranks, by rank. The keys of a state on several of them will have the order of the listings.
-
-    Raises:
-        StateDictError: as :func:`checked_uncut`.
+        uncut: what :func:`checked_uncut` returns of them, where they are checked already.
     """
 
-    def __init__(self, flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]]) -> None:
-        self.flats, self._uncut = flats, checked_uncut(flats, listings)
+    def __init__(
+        self,
+        flats: Mapping[int, FlatParam],
+        listings: Sequence[Sequence[Batch]],
+        uncut: Mapping[str, set[int]] | None = None,
+    ) -> None:
+        self.flats, self._uncut = flats, checked_uncut(flats, listings) if uncut is None else uncut
         self._states: StatesByIndex = {}
         for batch in chain.from_iterable(listings):
             keys = [field.key for field in batch.fields]

@@ -30,7 +30,7 @@ from ..sharding.partition import Partition
 from ..system.shared_memory import allocation_errors
 from .consolidate import LocalState
 from .entries import Batch, Field, listed, listing, message_to_send, packets_apart
-from .incoming import RoomForState
+from .incoming import RoomForState, uncut_over
 from .state_dict import StatesByIndex, cut, torch_dtype
 
 
@@ -102,8 +102,14 @@ def blank(value: Tensor, param: Tensor, shape: torch.Size, group: Group) -> Tens
 class IncomingRows(RoomForState):
     """This rank's rows of all ranks' state in host memory, while they come in; small values in full."""
 
-    def __init__(self, flats: Mapping[int, FlatParam], listings: Sequence[Sequence[Batch]], group: Group) -> None:
-        super().__init__(flats, listings)
+    def __init__(
+        self,
+        flats: Mapping[int, FlatParam],
+        listings: Sequence[Sequence[Batch]],
+        uncut: Mapping[str, set[int]],
+        group: Group,
+    ) -> None:
+        super().__init__(flats, listings, uncut)
         self._group = group
 
     def _new(self, field: Field, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -155,7 +161,8 @@ class ShardedState:
             local = LocalState.of(self._placement, self._partition, compact=compact)
             mine = listing(local.batches())
         listings = [listed(payload) for payload in self._group.all_gather_bytes(mine)]
-        room = IncomingRows(self._partition.flats, listings, self._group)
+        uncut = uncut_over(self._group, self._partition.flats, listings)
+        room = IncomingRows(self._partition.flats, listings, uncut, self._group)
         with self._agreement.together(), allocation_errors("sharded_state_dict()"):
             room.make(chain.from_iterable(listings))
         for owner, batches in enumerate(listings):
