@@ -10,7 +10,7 @@ in this host the kernel knows whether it is stopped or has ended, also where a f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..system.waiting import until
@@ -51,11 +51,7 @@ class CallMarks:
 
     def _of(self, ranks: Sequence[int]) -> dict[int, int]:
         keys = {f"at/{rank}": rank for rank in ranks}
-        absent = missing(_call, self._store, [*keys])
+        absent = missing(self._store.check, [*keys])
         there = [key for key in keys if key not in absent]
         marks = zip(there, values(self._store, there) if there else [], strict=True)
         return {keys[key]: int(mark) for key, mark in marks} | {keys[key]: -1 for key in absent}
-
-
-def _call(call: Callable[..., Any], *arguments: Any) -> Any:
-    return call(*arguments)

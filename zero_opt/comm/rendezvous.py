@@ -24,6 +24,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -408,7 +409,7 @@ class Meeting:
             keys = [keys[rank] for rank in reported]
             if len(keys) > _ASKED:
                 return [int(rank) for rank in reported]
-        absent = [int(key.rpartition("/")[2]) for key in missing(self.ask, place, keys)]
+        absent = [int(key.rpartition("/")[2]) for key in missing(partial(self.ask, place.check), keys)]
         if self._first:
             self.ask(place.set, report, json.dumps(absent))
         return absent

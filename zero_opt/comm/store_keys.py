@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def missing(ask: Callable[..., Any], store: Any, keys: Sequence[str]) -> list[str]:
+def missing(check: Callable[[list[str]], bool], keys: Sequence[str]) -> list[str]:
     """Return those of the keys that a store does not have, in order: by one call if none is missing, else by several.
 
     Args:
-        ask: does each call, as :class:`StoreCalls` does.
+        check: returns whether the store has all of some keys; called once per question.
     """
     keys = list(keys)
-    if not keys or ask(store.check, keys):
+    if not keys or check(keys):
         return []
     half = len(keys) // 2
-    return missing(ask, store, keys[:half]) + missing(ask, store, keys[half:]) if half else keys
+    return missing(check, keys[:half]) + missing(check, keys[half:]) if half else keys
 
 
 def values(store: Any, keys: Sequence[str]) -> list[bytes]:

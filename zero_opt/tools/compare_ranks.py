@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _Launch:
         keys = [f"{kind}/{rank}" for rank in ranks]
         if until(lambda: self._ask(self.store.check, keys), self._patience_s if patience_s is None else patience_s):
             return []
-        absent = missing(self._ask, self.store, keys)
+        absent = missing(partial(self._ask, self.store.check), keys)
         return [rank for rank, key in zip(ranks, keys, strict=True) if key in absent]
 
     def read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:

@@ -82,8 +82,13 @@ class _CountedStore:
         self._store, self.asked = store, 0
 
     def __getattr__(self, name: str) -> Any:
-        self.asked += 1
-        return getattr(self._store, name)
+        call = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.asked += 1
+            return call(*arguments)
+
+        return counted
 
 
 def test_of_many_ranks_one_looks_for_all_who_is_missing() -> None:
