@@ -100,8 +100,8 @@ class Departures:
             is queued for other ranks has been sent.
         tell: tells the other ranks about a departure, by the ring. post: by the store, until all ranks are in the ring.
         news: whether other ranks can tell this one about departures.
-        silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
-            for, and that have not answered since.
+        silent: the ranks that are silent. unanswering: those that this rank has given up waiting for without knowing
+            what became of them, and that have not answered since.
     """
 
     def __init__(self) -> None:

@@ -268,6 +268,7 @@ class Watch:
         if known is not None:
             return known
         ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
+        self.departures.unanswering.update(ranks)
         error = PeerLost(
             f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
             f"drops packets, while {self.where} waits for it; look at the ranks' logs, and restart all from the last "

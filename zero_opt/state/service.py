@@ -367,6 +367,7 @@ class StateService:
                     raise
                 known = explained(self._watch, backend_words(error))
                 if known is None:
+                    self._departures.unanswering.update(self._others)
                     raise
                 raise known from error
             return result.by_param()
@@ -398,8 +399,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            words = backend_words(self._lost)
-            raise explained(self._watch, words, 0.0) or PeerLost(
+            raise explained(self._watch, words := backend_words(self._lost), 0.0) or PeerLost(
                 f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to="
                 "rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
             )

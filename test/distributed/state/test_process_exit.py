@@ -121,6 +121,19 @@ ENDS_EARLY = {
     "closes early": _case(STEPS_ON, "opt.close()", 250),
     "is a child with a batch less": _case(STEPS_ON, "", 250, children=True),
 }
+# Connections of rank 0 break, of which no rank's watch hears.
+LOSES = """
+    from zero_opt.errors import PeerLost
+    def lose(*_): raise PeerLost("rank 1 has ended or does not answer") from RuntimeError("Connection reset by peer")
+    opt._engine._groups.service.{wait} = lose
+    try: opt.state_dict()
+    except PeerLost as error: sys.stderr.write(f"lost: {{error}}")
+    else: sys.exit(3)
+"""
+LOST = {
+    what: _case(LOSES.format(wait=wait), WAITS, 250, outlasts=1)
+    for what, wait in {"an answer": "_ask", "elements": "_fetch_all"}.items()
+}
 
 
 # The thread that listens is over, but is in native code when its process exits, which lasts until it is back.
@@ -169,7 +182,7 @@ def _ends(cases: dict[str, Any], folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Any:
     """See _ends()."""
-    return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN, **ENDS_EARLY}, folder)
+    return _ends({**IN_ORDER, **FAILED, **FAILED_CHILDREN, **ENDS_EARLY, **LOST}, folder)
 
 
 @pytest.mark.sampled(4)
@@ -217,3 +230,12 @@ def test_a_rank_that_has_ended_early_is_named_to_the_others(how: str, ended: Any
     assert f"PeerLost: rank 1 has {what} after 1 step; do all ranks have the same number of batches?" in said
     if "1" in ended[how]:
         assert ended[how]["1"][0] == 0, ended[how]["1"][1]
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_rank_that_has_lost_another_without_knowing_why_does_not_wait_for_it_at_its_exit(
+    what: str, ended: Any
+) -> None:
+    ((code, said, seconds),) = ended[what].values()
+    assert (code, said) == (0, "lost: rank 1 has ended or does not answer")
+    assert seconds < 180
