@@ -34,6 +34,7 @@ class BankedShard(ArenaShard):
         super().__init__(bucket, kept)
         self.squares: list[Tensor] = []
         self._sums = [sum_count(piece.in_shard.numel) for piece in self.pieces]
+        self._written = list(self.bank)  # by the step that was begun last
         self._other: dict[int, ParamState] = {}  # views of the bank that does not count, of slices that are shown
 
     def missing(self, roles: Sequence[str], grads: int) -> dict[str, torch.dtype]:
@@ -85,11 +86,17 @@ class BankedShard(ArenaShard):
                 # What has a version counter of its own: no value changes that counts.
                 self._arrays[in_bank(role, 1 - bank)].data[where] = self._arrays[in_bank(role, bank)][where]
 
+    def next_steps(self, positions: Sequence[int]) -> list[float]:
+        numbers = super().next_steps(positions)
+        for position in positions:
+            self._written[position] = 1 - self.bank[position]
+        return numbers
+
     def count_step(self, positions: Collection[int], numbers: Sequence[float]) -> None:
         """Let the banks count, and be shown, that the step has written."""
         super().count_step(positions, numbers)
-        for position in positions:
-            self.bank[position] ^= 1
+        for position in (position for position in positions if self.bank[position] != self._written[position]):
+            self.bank[position] = self._written[position]
             self._copies.pop(position, None)
             if position in self._views and not self.compact:
                 _, before = self._views[position]

@@ -348,6 +348,7 @@ class WorkerPlacement(NativePlacement[ArenaShard, Pending]):
             for (shard, positions), numbers in zip(pending.used, pending.numbers, strict=True):
                 shard.count_step(positions, numbers)
             self._written()
+            self._mark_state()  # should the rest fail, and be done again
             made = [Used(shard, [at for at in positions if not shard.edited(at)]) for shard, positions in pending.used]
             self._delivery.deliver(made)
             self._note_copies(shard for shard, _ in made)
