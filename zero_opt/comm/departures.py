@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import threading
@@ -102,6 +103,7 @@ class Departures:
         news: whether other ranks can tell this one about departures.
         silent: the ranks that are silent. unanswering: those that this rank has given up waiting for without knowing
             what became of them, and that have not answered since.
+        untold: departures that this rank has noticed, and of which a thread is telling the others.
     """
 
     def __init__(self) -> None:
@@ -109,6 +111,7 @@ class Departures:
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
         self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
+        self.untold: list[Departure] = []
         self.tell: Callable[[Departure], None] = _no_connections
         self.post: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
@@ -137,13 +140,23 @@ class Departures:
 
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
-        if self.hear(departure):
+        with self._lock:
+            if fresh := self.hear(departure):
+                self.untold.append(departure)
+        if fresh:
             self.say(departure)
 
     def say(self, departure: Departure) -> None:
         """Tell the others of a departure, this rank's own or one that it has noticed."""
         self.post(departure)
         self.tell(departure)
+        with contextlib.suppress(ValueError):
+            self.untold.remove(departure)
+
+    def say_rest(self) -> None:
+        """Tell the others what another thread has noticed, and may be late to tell: this rank may be about to end."""
+        for departure in self.untold.copy():
+            self.say(departure)
 
     def knows(self, rank: int) -> bool:
         """Return whether a rank is known to have left."""

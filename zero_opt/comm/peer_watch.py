@@ -51,8 +51,6 @@ _STOPPED = "Tt"
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
 _SAID_S = 0.05
-
-
 # Calls in which this rank is in a step.
 _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
@@ -400,6 +398,7 @@ class Watch:
 
     def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
+        self.departures.say_rest()
         self.departures.leave()
         unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
         if departure.how is How.CUT_OFF:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.backend_errors import timed_out
-from ..comm.departures import How
+from ..comm.departures import Departure, How
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, StepDesync
@@ -85,6 +85,11 @@ class Answer(NamedTuple):
 def words_of(*numbers: int) -> Tensor:
     """Return the integers as a tensor that can be sent."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def departed(origin: int, departure: Departure) -> Tensor:
+    """Return the message of rank ``origin`` about a rank that has left."""
+    return words_of(*RingMessage(DEPARTED, origin, 0, 0, *departure[:4]))
 
 
 def answer_tag(pull: int) -> int:

@@ -75,6 +75,7 @@ from .messages import (
     Pull,
     RingMessage,
     answer_tag,
+    departed,
     explained,
     require_not_lost,
     words_of,
@@ -117,10 +118,9 @@ class StateService:
         self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
         self._answering: set[threading.Thread] = set()
-        self._serving = process_exit.Serving()
+        self._serving, self._use_device = process_exit.Serving(), thread_device()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
-        self._use_device = thread_device()
         self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
         side.farewell = self._bid_farewell
@@ -217,8 +217,7 @@ class StateService:
 
     def _tell(self, departure: Departure) -> None:
         """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
-        words = words_of(*RingMessage(DEPARTED, self._side.rank, 0, 0, *departure[:4]))
-        self._side.courtesies.do(partial(self._pass_on, words))
+        self._side.courtesies.do(partial(self._pass_on, departed(self._side.rank, departure)))
         if departure.how is How.LOST:
             self._side.interrupt()
 
@@ -234,6 +233,8 @@ class StateService:
         """Tell the next rank that this one is about to break its connections, and is not dead."""
         self._told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
+            for departure in self._departures.untold.copy():  # the thread that tells may come too late
+                self._pass_on(departed(self._side.rank, departure))
             self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
             self._wait_passed(FAREWELL_S)
 
@@ -424,8 +425,7 @@ class StateService:
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
             pull.heard[rank] = answer.step
-        left = self._departures.of(rank)
-        if answer.code == Verdict.BEHIND.value and left is not None:
+        if answer.code == Verdict.BEHIND.value and (left := self._departures.of(rank)) is not None:
             raise PeerLost(left.text(f"rank {rank}", "has ended"))
         answer.require_ready(rank, pull.step)
         payload = self._receive_bytes(answer.nbytes, rank, tag)

@@ -23,7 +23,9 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import process_identity
+from zero_opt.comm.departures import Departures
 from zero_opt.state import process_exit
+from zero_opt.system.waiting import until
 
 WAYS = {
     "ends": "rank 1 has ended its program after 2 steps; do all ranks have the same number of batches?",
@@ -252,6 +254,44 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed_first(world_size: i
     assert name == "PeerLost"
     who = rf"rank 1 \(pid {pid}\) has ended" if PLACES[place][1] else "rank 1 has ended, or its host does not answer,"
     assert re.match(f"{who} while step 2 waits for it, and its last step is 1", text), text
+
+
+def _one_is_killed_as_two_threads_notice(rank: int, world_size: int, first: str) -> Any:
+    """Rank 1 is on one host with rank 0, which is killed. The first of its threads to notice that is late to say it."""
+    process_identity.host_if_known = lambda: f"host {rank // 2}"
+    params, optimizer = make_stepped(2, reduction=zero_opt.Overlapped(0.002, exchange="backend"))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        service, watch = service_of(optimizer), optimizer._group.watch
+        departures, said, leave_broken = watch.departures, threading.Event(), watch.leave_broken
+
+        def has_heard() -> None:
+            assert until(lambda: departures.knows(0), PATIENCE_S)
+
+        def late(departure: Any) -> None:
+            if (threading.current_thread() is service._thread) == (first == "ring"):
+                said.wait(PATIENCE_S) if first == "ring" else service._thread.join(PATIENCE_S)
+            Departures.say(departures, departure)
+
+        departures.say = late
+        if first == "exchange":
+            watch.leave_broken = lambda *arguments: (has_heard(), leave_broken(*arguments))
+        else:
+            has_heard()
+        found = _lost_in(lambda: take_step(params, optimizer))
+        if first == "ring":
+            os._exit(0)
+        return found
+    return _lost_in(lambda: take_step(params, optimizer))
+
+
+@pytest.mark.parametrize("first", ["exchange", "ring"])
+def test_the_others_hear_of_a_killed_rank_whichever_thread_has_noticed_it(first: str) -> None:
+    found = run_processes(4, _one_is_killed_as_two_threads_notice, first, expect_errors=True)
+    for name, text in found[2:]:
+        assert name == "PeerLost"
+        assert text.startswith("rank 0 has ended, or its host does not answer, while step 2 waits for it"), text
 
 
 def _kill_beside_a_child(folder: str) -> None:
