@@ -319,13 +319,13 @@ class GradBucket:
         pool: StagingPool,
         lane: int,
     ) -> list[Run]:
-        """The gradients as they lie in memory; those of another dtype or order of dimensions are copied to a buffer."""
+        """The gradients as they lie in memory; those with another dtype, order or sign there are copied to a buffer."""
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
         if staged is not None:
             return [Run(0, self.layout.numel, staged, any(accumulate))]
         offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
         for position, (grad, flat) in () if self._as_sent(grads) else enumerate(zip(grads, self.params, strict=True)):
-            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides):
+            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides or grad.is_neg()):
                 staging = pool.buffer(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
                 values = staging[offsets[position] : offsets[position] + numels[position]]
                 flat.shaped(values).copy_(grad)
@@ -338,7 +338,7 @@ class GradBucket:
     def _as_sent(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether all gradients are there, in the dtype and the order of elements that they are sent in."""
         there = [grad for grad in grads if grad is not None]
-        if len(there) < len(grads):
+        if len(there) < len(grads) or any(map(Tensor.is_neg, there)):
             return False
         _, layouts = placing_of(there)
         if layouts == self._sent_layouts:
