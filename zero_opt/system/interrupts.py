@@ -36,13 +36,37 @@ def uninterrupted() -> Iterator[None]:
         return
     handlers = {number: handler for number in _SIGNAL_NUMBERS if callable(handler := _signal.getsignal(number))}
     kept: dict[int, FrameType | None] = {}
+    over = False
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        kept[number] = frame
+        if over:  # a signal has come before the handler was put back
+            deliver()
+
+    def deliver() -> None:
+        """Call the handlers of what was kept, all of them, whichever raises."""
+        if kept:
+            number, frame = kept.popitem()
+            try:
+                handlers[number](number, frame)
+            finally:
+                deliver()
+
+    def put_back() -> None:
+        for number, handler in handlers.items():
+            if _signal.getsignal(number) is keep:  # no handler that was called has put in another
+                _signal.signal(number, handler)
+
     try:
         for number in handlers:
-            _signal.signal(number, kept.__setitem__)
+            _signal.signal(number, keep)
         yield
     finally:
-        for number, handler in handlers.items():
-            _signal.signal(number, handler)
-        with contextlib.ExitStack() as last_first:  # all of them are called, whichever raises
-            for caught, frame in kept.items():
-                last_first.callback(handlers[caught], caught, frame)
+        over = True
+        try:
+            put_back()
+        except BaseException:  # of a handler that is back: one that is not would be lost
+            put_back()
+            raise
+        finally:
+            deliver()

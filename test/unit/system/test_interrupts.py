@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zero_opt.system import interrupts
 from zero_opt.system.interrupts import uninterrupted
 
 # The last of them has no name.
@@ -73,3 +74,52 @@ def test_handlers_are_put_back_where_an_exception_comes_between_them(
         with pytest.raises(LookupError):
             os.kill(os.getpid(), number)
     assert handled == SIGNALS
+
+
+class _At:
+    """The module of signals, in which the first of SIGNALS arrives whenever the handler of another one is put back."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_signal, name)
+
+    def signal(self, number: int, handler: Any) -> Any:
+        before = _signal.signal(number, handler)
+        if number != SIGNALS[0] and handler.__name__ == "handler" and self.left:
+            self.left -= 1
+            os.kill(os.getpid(), SIGNALS[0])
+        return before
+
+
+@pytest.mark.parametrize("times", [1, 2, 100])
+def test_no_handler_is_lost_where_another_raises_as_they_are_put_back(
+    times: int, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal.signal(SIGNALS[0], signal.getsignal(SIGNALS[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts, "_signal", _At(times))
+        with pytest.raises(LookupError):
+            _send([signal.SIGTERM, signal.SIGALRM], handled)
+    assert {signal.SIGTERM, signal.SIGALRM, SIGNALS[0]} <= set(handled)
+    for _ in range(2):
+        for number in SIGNALS:
+            handled.clear()
+            with pytest.raises(LookupError), uninterrupted():
+                os.kill(os.getpid(), number)
+            assert handled == [number]
+
+
+def test_a_handler_that_another_one_has_put_in_stays(handled: list[int]) -> None:
+    found: list[int] = []
+
+    def first(number: int, _: object) -> None:
+        signal.signal(number, lambda again, _: found.append(again))
+
+    signal.signal(signal.SIGUSR1, first)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert found == [signal.SIGUSR1]
