@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, OutOfMemory, ZeroOptError, error_of_rank, mib, name_and_text
+from ..errors import ConfigError, OutOfMemory, PeerLost, ZeroOptError, error_of_rank, mib, name_and_text
 from ..field_checks import check_integer
 from ..kernels import CPUAdamW
 from ..kernels.checks import GRAD_DTYPES
@@ -338,6 +338,9 @@ def _ended(ranks: Any, failures: Any) -> bool:
     """Return whether all processes have ended, after a moment. Raise the error that one has ended with."""
     try:
         return bool(ranks.join(_LOOK_AGAIN_S))
+    except ProcessExitedException as error:
+        how = error.signal_name or f"exit code {error.exit_code}"
+        raise PeerLost(f"rank {error.error_index} was ended ({how}); if that is SIGKILL, memory may be short") from None
     except ProcessRaisedException:
         if failures.empty():
             raise

@@ -81,6 +81,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer.
         """
+        ranks = plain_number(ranks)
         check_integer("ranks_per_host", ranks, most=_MOST_RANKS)
         return self._of(replace(self._sizing, ranks_per_host=min(ranks, self.world_size), stages=1))
 
@@ -95,7 +96,7 @@ class Estimate:
         Raises:
             ConfigError, ConfigTypeError: ``ranks`` is not a positive integer, or does not divide ``world_size``.
         """
-        there = self.on_hosts_of(ranks)
+        there, ranks = self.on_hosts_of(ranks), plain_number(ranks)
         if self.world_size % ranks:
             raise ConfigError(f"no mesh has {self.world_size} ranks, {ranks} to a host; pass a divisor")
         return self._of(replace(there._sizing, stages=2 if 1 < ranks < self.world_size else 1))

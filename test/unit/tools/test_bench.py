@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import zero_opt
 from test.support.failures import PATIENCE_S
@@ -120,3 +120,13 @@ NUMBERS = ({"numel": 0.0}, {"numel": math.inf}, {"ranks": 0}, {"rows": 0}, *({"s
 def test_mistakes(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Bench(**{"numel": 1e4, **given})
+
+
+@pytest.mark.parametrize(("code", "name", "how"), [(-9, "SIGKILL", "SIGKILL"), (3, None, "exit code 3")])
+def test_a_rank_that_ends_without_an_error_is_named(code: int, name: str | None, how: str) -> None:
+    class Ranks:
+        def join(self, timeout: float) -> bool:
+            raise ProcessExitedException("process 1 ended", 1, 4711, code, name)
+
+    with pytest.raises(zero_opt.PeerLost, match=rf"rank 1 was ended \({how}\)"):
+        benching._ended(Ranks(), None)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,7 @@ def test_ranks_share_memory_with_those_of_their_host_and_fewer_share_cores() -> 
     for number, error in ((0, ConfigError), (2.0, ConfigTypeError)):
         with pytest.raises(error, match="ranks_per_host"):
             one.on_hosts_of(number)  # type: ignore[arg-type]
+    assert one.on_hosts_of(np.int64(2)).rows == one.on_mesh_of(np.int64(2)).rows == several.rows  # type: ignore[arg-type]
     assert several.on_rank(3).on_hosts_of(4).rows == one.on_rank(3).rows
     assert "rank 0 of 1024, 8 to a host, in KiB" in str(estimate(linears(), 1024))
 
