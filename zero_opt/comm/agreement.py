@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict, PeerLost, RankMismatch, StepDesync, ZeroOptError, error_of_rank, name_and_text
+from ..kernels.strides import resolved, run_of
 from ..system.shared_memory import allocation_errors
 from .groups import Group, bytes_tensor, tensor_bytes
 
@@ -422,8 +423,7 @@ def value_digest(param: Tensor) -> str:
     sums are hashed.
     """
     with torch.no_grad():
-        dense = param.detach().resolve_conj().resolve_neg().contiguous()
-        flat = dense.as_strided((dense.numel(),), (1,))  # of one element, which may have any stride
+        flat = run_of(resolved(param.detach()).contiguous())
         raw = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
         if raw.storage_offset() % 8:  # a view of a larger tensor, where words cannot be seen
             raw = raw.clone()

@@ -42,6 +42,11 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def run_of(values: Tensor) -> Tensor:
+    """Return the elements of a contiguous tensor in 1-D, with stride 1. One of one element may have any strides."""
+    return values.as_strided((values.numel(),), (1,))
+
+
 def resolved(values: Tensor) -> Tensor:
     """Return a tensor whose memory has its values: the same one, unless torch conjugates or negates what it reads."""
     return values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values

@@ -14,6 +14,7 @@ from ..comm.groups import agreed_group, broadcast, carries_messages, checked_ran
 from ..comm.short_lived import short_lived_group
 from ..errors import ConfigTypeError, UnsupportedParam
 from ..kernels.checks import oddity
+from ..kernels.strides import resolved, run_of
 from .background_gather import finish_gathers
 from .flat_param import check_memory, is_dtensor
 
@@ -56,8 +57,8 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
                 src, named = _source_and_tensors(model, src, pg.size())
             agreement.require_same_contents(_contents(src, named))
         for _, tensor in named:
-            staging = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            raw = staging.view(-1).view(torch.uint8)  # backends do not know every dtype
+            staging = resolved(tensor.detach()).contiguous()
+            raw = run_of(staging).view(torch.uint8)  # backends do not know every dtype
             if group is not None and raw.is_cpu:
                 group.broadcast(raw, src)
             else:

@@ -20,15 +20,16 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..errors import UnsupportedParam
 from ..kernels.checks import reaches_beyond, shared_pair
-from ..kernels.strides import contiguous_strides, is_dense, overlaps
+from ..kernels.strides import contiguous_strides, is_dense, overlaps, run_of
 from ..layout import ParamSpec, Span
 from ..system.inference_mode import versions_of
 from .late_params import Unwatched
 
 _grad_dtype_getter = attrgetter("grad_dtype")
 _VERSIONS = 1 << 32  # version counters wrap
-# Held while a write of ours is counted twice, as a write and as ours, and while both counts are read.
-_counting = threading.Lock()
+# Held while a write of ours is counted twice, as a write and as ours, and while both counts are read. A signal handler
+# may come meanwhile, and fork, or call an optimizer.
+_counting = threading.RLock()
 os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -153,7 +154,7 @@ class FlatParam:
         self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
         source = param.data  # unlike detach(), with a version counter of its own
         if self.mirrored:
-            self.flat = source.contiguous().view(-1)
+            self.flat = run_of(source.contiguous())
         else:
             self.flat = source.as_strided((param.numel(),), (1,), param.storage_offset())
 

@@ -249,9 +249,9 @@ def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
     for number, group in enumerate(() if _misshapen(param_groups) else param_groups):
         count = len(group["params"]) if isinstance(group.get("params"), Sized) else 0
         if index < start + count:
-            names = group.get("param_names")
-            name = f" ({names[index - start]})" if names else ""
-            return f"parameter {index}{name} (group {number}, position {index - start})"
+            names, at = group.get("param_names"), index - start
+            name = f" ({names[at]})" if isinstance(names, (list, tuple)) and at < len(names) else ""
+            return f"parameter {index}{name} (group {number}, position {at})"
         start += count
     return f"parameter {index}"
 

@@ -19,6 +19,7 @@ from ..comm.agreement import Agreement
 from ..comm.groups import checked_rank
 from ..comm.transfers import TransferQueue
 from ..errors import StepPending
+from ..kernels.strides import run_of
 from ..placement import Placement
 from ..placement.compact_state import PlainForm
 from ..sharding.buckets import GradBucket
@@ -111,7 +112,7 @@ class LocalState:
     def _run(self, index: int, value: Tensor, is_slice: bool) -> Tensor:
         if is_slice and value.shape == self.flats[index].shape:
             value = self.flats[index].flatten(value)
-        return value.contiguous().view(-1)
+        return run_of(value.contiguous())
 
     def copy_to(self, places: Iterable[Places]) -> None:
         """Copy elements to where they go in this rank's result."""

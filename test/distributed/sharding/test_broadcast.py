@@ -72,13 +72,14 @@ def _broadcast_dtypes(rank: int, world_size: int) -> list[object]:
     model.register_buffer("scalar", torch.tensor(rank, dtype=torch.int16))
     model.register_buffer("empty", torch.zeros(0, dtype=torch.uint32))
     model.register_buffer("lazy", torch.full((2,), complex(rank, rank)).conj())
+    model.register_buffer("stride 5", torch.full((10,), float(rank))[::5][:1])
     broadcast_params(model, src=1)
     return [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
 
 
 def test_buffers_of_every_dtype() -> None:
     for buffers in run_processes(2, _broadcast_dtypes):
-        assert buffers == [*[[[1, 1]] * 3] * len(DTYPES), 1, [], [1 - 1j] * 2]
+        assert buffers == [*[[[1, 1]] * 3] * len(DTYPES), 1, [], [1 - 1j] * 2, [1]]
 
 
 def _stays(*_: Any, **__: Any) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +16,7 @@ from torch.nn import Parameter
 from zero_opt.errors import UnsupportedParam
 from zero_opt.kernels.strides import contiguous_strides, is_dense, overlaps
 from zero_opt.layout import ParamSpec, Span
-from zero_opt.sharding.flat_param import FlatParam, own_writes, share_counters
+from zero_opt.sharding.flat_param import FlatParam, edits_of, own_writes, share_counters
 from zero_opt.sharding.late_params import LateParams
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -296,3 +300,28 @@ def test_a_late_parameter_can_be_looked_at_by_what_saves_state() -> None:
     assert flat.repointed
     assert flat.elements().tolist() == [1.0] * 6
     late.clear()
+
+
+def test_a_signal_handler_may_fork_while_edits_are_counted() -> None:
+    flats, statuses = counted([Parameter(torch.zeros(1))], 0), list[int]()
+
+    class Forks(list[FlatParam]):
+        """Parameters that are gone through within the count."""
+
+        def __iter__(self) -> Iterator[FlatParam]:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().__iter__()
+
+    def fork(*_: object) -> None:
+        child = os.fork()
+        if child == 0:
+            edits_of(flats)
+            os._exit(7)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    before = signal.signal(signal.SIGUSR1, fork)
+    try:
+        assert edits_of(Forks(flats)) == edits_of(flats)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert set(statuses) == {7}

@@ -94,3 +94,11 @@ def test_what_is_no_list_of_groups_is_named(groups: Any, text: str) -> None:
         with pytest.raises(zero_opt.ParamsReplaced, match=text):
             require()
     assert param_name(groups, 3) == "parameter 3"
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [(["a", "b"], " (b)"), (("a", "b"), " (b)"), (["a"], ""), ([], ""), (5, ""), (None, "")]
+)
+def test_a_parameter_has_its_name_where_there_is_one(names: Any, found: str) -> None:
+    groups = [{"params": [1]}, {"params": [2, 3], "param_names": names}]
+    assert param_name(groups, 2) == f"parameter 2{found} (group 1, position 1)"
