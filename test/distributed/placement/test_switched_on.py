@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +430,40 @@ def _foreach_of_columns(rank: int, world_size: int) -> str:
 def test_columns_are_not_stepped_otherwise_than_the_rest() -> None:
     for said in run_processes(2, _foreach_of_columns):
         assert "group 2 has fused=False, foreach=True" in said
+
+
+def _partly_with_a_buffer(rank: int, world_size: int, offload: Any, resumes: bool) -> Any:
+    """Momentum is off when state is saved, of which one parameter has none, and comes back two steps later."""
+
+    def make(momentum: float, values: Sequence[Tensor]) -> tuple[list[nn.Parameter], Any]:
+        params = [nn.Parameter(value.clone()) for value in values]
+        return params, _sharded(params, torch.optim.SGD, offload, lr=0.1, momentum=momentum, dampening=0.5)
+
+    params, optimizer = make(0.9, [torch.ones(shape, dtype=torch.bfloat16) for shape in SHAPES])
+    for step in range(STEPS):
+        if step == 1:
+            optimizer.param_groups[0]["momentum"] = 0.0
+        if step == 2 and resumes:
+            before, saved = optimizer, optimizer.state_dict()
+            params, optimizer = make(0.0, [param.detach() for param in params])
+            optimizer.load_state_dict(saved)
+            before.close()
+        if step == 4:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        used = range(len(params)) if step else [0, 2]
+        optimizer.zero_grad()
+        torch.autograd.backward([params[i] for i in used], [_grads(step)[i].bfloat16() for i in used])
+        optimizer.step()
+    found = [param.detach() for param in params], optimizer.state_dict()["state"]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("place", ["worker", "file"])
+def test_a_momentum_that_some_parameters_of_a_group_have_in_a_loaded_state(
+    place: str, world_size: int, tmp_path: Path
+) -> None:
+    offload = PLACES[place](tmp_path)
+    whole, resumed = (run_processes(world_size, _partly_with_a_buffer, offload, again) for again in (False, True))
+    assert_bitwise(resumed, whole)
