@@ -189,5 +189,6 @@ def _taken(
                     require_squares(f"state {key!r} of parameter {index}", local_of(state[key]))
             if not whole:
                 config.placement.check_state(index, params[index], state)
-            taken[index] = state
+            if state or whole:  # an empty one is none: the parameter has not been stepped
+                taken[index] = state
     return taken
