@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import zero_opt
 from test.hosts.network import Network
 from test.hosts.training import PATIENCE_S, Layout, Trained, connect, host_of, train, trained_on_one_host
 from test.support.harness import Failure, assert_bitwise, run_processes
+from zero_opt.state import process_exit
 
 LONG = os.environ.get("ZERO_OPT_HOSTS") == "long"
 LAYOUTS: list[Layout] = [(1, 1), (2, 2), (1, 1, 1)] if LONG else [(1, 1)]
@@ -162,3 +164,30 @@ def test_what_does_not_pass_is_a_typed_error_on_every_survivor(
         named = {host_of(int(other), layout) for other in re.findall(r"rank (\d)", text)}
         assert (1 in named) if host != 1 else (named - {1}), text
         assert seconds < TIMEOUT_S + LATE_S, text
+
+
+def _ask_for_shards(rank: int, world_size: int, network: Network, layout: Layout) -> str:
+    """Large packets are lost as shards of state travel. A rank that has caught the error ends its program."""
+    connect(rank, network, layout, TIMEOUT_S)
+    param = torch.nn.Parameter(torch.ones(3, 20000))  # ranks own parts of a row
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.SGD, lr=0.1, momentum=0.9)
+    param.sum().backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        network.ports[1].mtu = 600
+    optimizer.flush()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        zero_opt.sharded_state_dict(optimizer)
+    process_exit.serve_to_the_end()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=_spelled)
+def test_a_network_that_loses_shards_is_what_all_ranks_name(
+    layout: Layout, make_network: Callable[[int], Network]
+) -> None:
+    ranks = sum(layout), _ask_for_shards, make_network(len(layout)), layout
+    for text in run_processes(*ranks, timeout=PATIENCE_S, backend=None):
+        assert "cannot reach each other any more: the network drops packets" in text, text
+        assert {host_of(int(rank), layout) for rank in re.findall(r"rank (\d)", text)} == {0, 1}

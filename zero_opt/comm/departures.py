@@ -16,7 +16,7 @@ import contextlib
 import enum
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -80,6 +80,22 @@ def rank_name(rank: int, global_rank: int, notes: Sequence[str] = ()) -> str:
     if global_rank not in (-1, rank):
         notes = [f"global rank {global_rank}", *notes]
     return f"rank {rank} ({', '.join(notes)})" if notes else f"rank {rank}"
+
+
+class RankNames:
+    """How messages name the ranks of a group: by their number there, their global one if that is another, and pid."""
+
+    def __init__(self, global_ranks: Sequence[int], pids: Mapping[int, int]) -> None:
+        """``pids``: of the other ranks of this host."""
+        self._global, self._pids = global_ranks, pids
+
+    def __call__(self, ranks: Sequence[int]) -> str:
+        """Return the names of ranks, with their pids on this host."""
+        return ", ".join(self.of(rank, [f"pid {self._pids[rank]}"] if rank in self._pids else ()) for rank in ranks)
+
+    def of(self, rank: int, notes: Sequence[str] = ()) -> str:
+        """Return the name of a rank, with notes."""
+        return rank_name(rank, self._global[rank], notes)
 
 
 def go_on(ranks: Sequence[int]) -> str:

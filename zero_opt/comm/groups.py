@@ -352,7 +352,7 @@ class Group:
             RankMismatch: on every rank, when ranks are in different calls.
         """
         if self.watch is not None:
-            self.watch.call = called or call or self.watch.call
+            self.watch.begin(called or call)
         envelope = struct.Struct(_ENVELOPE.format(self.inline_bytes))
         first = envelope.pack(call.encode(), len(payload), payload[: self.inline_bytes])
         envelopes = [envelope.unpack(tensor_bytes(t)) for t in self.all_gather(bytes_tensor(first))]

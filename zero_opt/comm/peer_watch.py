@@ -25,7 +25,7 @@ from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
-from .departures import Departure, Departures, How, Posted, go_on, rank_name
+from .departures import Departure, Departures, How, Posted, RankNames, go_on
 from .process_identity import ENDED, ProcessIdentity
 from .slices import SLICE_S, done_within
 
@@ -51,6 +51,8 @@ _STOPPED = "Tt"
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
 _SAID_S = 0.05
+# Seconds after which a wait for another rank is mentioned in the log.
+WARN_AFTER_S = 30.0
 # Calls in which this rank is in a step.
 _IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
 
@@ -60,6 +62,7 @@ class Watch:
 
     Attributes:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
+        name: names ranks in messages.
         awaited: the rank whose message an exchange has last waited for.
         posted: the departures in the store, until the ring begins. timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
@@ -78,15 +81,21 @@ class Watch:
         self._news_s = min(_NEWS_S, _NEWS_PART * self._timeout_s)
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]
-        self._global = [process.global_rank for process in processes]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
+        self.name = RankNames([each.global_rank for each in processes], {r: near.pid for r, near in self._near.items()})
         self._ended_at: dict[int, float] = {}  # when ranks of this host were first seen to have ended
         self._entered, self._within = 0, ""  # of which call, if not of a step, this rank waits for all ranks
+        self._together = False  # whether all ranks have come to this call
         self._given_up: PeerSilent | None = None
         self._doubted = -math.inf  # when a rank has begun to ask whether another lives
         self.overdue, self._warned = False, -1  # the last step of which the log says that an exchange waits long
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, store, self._ask)
+
+    def begin(self, call: str) -> None:
+        """Note, for messages, the call that this rank begins; "" is a message in the middle of one."""
+        if call:
+            self.call, self._together = call, False
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective of all ranks, and return when it is over.
@@ -113,6 +122,7 @@ class Watch:
                 departure = self.departures.first(self._entered)
                 if departure is not None:
                     raise self.explain("", self._entered, _CLOSING_S) or self._leave_departed(departure)
+            self._together = True
         except PeerLost:
             raise
         except BaseException as error:
@@ -193,14 +203,6 @@ class Watch:
         departure = self._to_name(ended, waiting=waiting) or Departure(ended[0], How.LOST)
         return self._leave_departed(departure, waiting=waiting)
 
-    def name(self, ranks: Sequence[int]) -> str:
-        """How messages name ranks: by their rank in the group, their global rank if that is another, and their pid."""
-        notes = {rank: [f"pid {process.pid}"] for rank, process in self._near.items() if rank in ranks}
-        return ", ".join(self._name(rank, notes.get(rank, [])) for rank in ranks)
-
-    def _name(self, rank: int, notes: Sequence[str] = ()) -> str:
-        return rank_name(rank, self._global[rank], notes)
-
     def last(self, ranks: Sequence[int] = ()) -> str:
         """The last step that missing ranks have come to: all have come to the one before this rank's."""
         if self.step:
@@ -221,7 +223,9 @@ class Watch:
         )
 
     def alone(self, missing: Sequence[int]) -> str:
-        """Return what this rank has called, and the missing ranks have not."""
+        """Return what this rank has called, and the missing ranks have not, unless all have."""
+        if self._together:
+            return f"all ranks called {self.call}"
         others = " and ".join(f"rank {rank}" for rank in missing)
         return f"rank {self._rank} called {self.call}, {others} did not, of this optimizer"
 
@@ -261,11 +265,12 @@ class Watch:
 
     def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
         """Leave, and return the error where the call has broken; ``missing``: ranks that are known not to have come."""
+        ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
         # If it has timed out, the connection that keeps it from ending may not have broken yet.
         known = self.explain(text, self._entered, self._news_s) if timed_out(text) else None
+        known = known or (self._cut_off(ranks[0], text) if len(ranks) == 1 else None)
         if known is not None:
             return known
-        ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
         self.departures.unanswering.update(ranks)
         error = PeerLost(
             f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
@@ -289,11 +294,7 @@ class Watch:
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
-        """Leave, and return the error, once a message to or from a rank has failed; ``None`` if nothing is known.
-
-        Args:
-            text: the backend's words.
-        """
+        """Leave, and return the error, once a message to or from a rank has failed, with the backend's ``text``."""
         known = self._heard(text, _ANY_CALL)
         if known is not None:
             return known
@@ -305,6 +306,10 @@ class Watch:
                 f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
                 f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})",
             )
+        return self._cut_off(rank, text)
+
+    def _cut_off(self, rank: int, text: str) -> PeerLost | None:
+        """Leave, and return the error once a rank and this one cannot reach each other, if the others can be told."""
         if not self.departures.news:
             return None
         apart = Departure(rank, How.CUT_OFF, from_rank=self._rank)
@@ -409,7 +414,7 @@ class Watch:
         how += "" if departure.rank in self._near else ", or its host does not answer,"
         waits = f"{how} while {waiting or f'{self.where} waits for {them}'}, and {self.last(ranks)}"
         backend = f" ({text})" if text and unannounced else ""
-        name = self.name(ranks) if unannounced else self._name(departure.rank)
+        name = self.name(ranks) if unannounced else self.name.of(departure.rank)
         return PeerLost(departure.text(name, waits) + backend)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -492,7 +497,3 @@ class _Wait(Stops):
             last += f": {watch.alone(missing)}; do all step several optimizers in one order?" if missing else ""
             log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         super().look()
-
-
-# Seconds after which a wait for another rank is mentioned in the log.
-WARN_AFTER_S = 30.0

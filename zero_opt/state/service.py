@@ -460,8 +460,8 @@ class StateService:
         self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
     def abandon(self, how: How) -> None:
-        """Do what :meth:`close` does, if the user has not, and tell the others ``how`` this rank leaves."""
-        self._close(how, in_order=False)
+        """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves: FAILED if it has lost one."""
+        self._close(How.FAILED if self._departures.unannounced else how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
         if self._side.inherited:  # where nothing runs, and locks may be held forever

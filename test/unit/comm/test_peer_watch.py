@@ -10,6 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from zero_opt.comm import peer_watch
+from zero_opt.comm.departures import Departure, How
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
 from zero_opt.errors import PeerLost
@@ -74,6 +75,40 @@ def test_a_connection_that_breaks_is_no_matter_of_patience(watch: Watch) -> None
     assert str(error).startswith("one of rank 1, rank 2 has ended, or its host does not answer, or the network drops")
     assert "wait longer" not in str(error)
     assert watch.departures.unannounced  # so this rank's exit waits for no rank
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+def test_one_rank_that_misses_when_a_connection_breaks_is_cut_off(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Departure] = []
+    watch.departures.tell, watch.departures.news = told.append, True
+    monkeypatch.setattr(watch, "missing", lambda waited: [2])
+    monkeypatch.setattr(peer_watch.time, "sleep", lambda seconds: None)
+    watch._news_s = 0.0
+    error = watch._explain_error(RuntimeError("Read error [127.0.0.1]:4321: Connection timed out"), 60.0)
+    assert str(error).startswith("rank 0, rank 2 cannot reach each other any more: the network drops packets")
+    assert [(each.rank, each.how, each.from_rank) for each in told] == [(2, How.CUT_OFF, 0)]
+
+
+def test_ranks_that_have_come_to_a_call_are_not_said_to_be_in_another(watch: Watch) -> None:
+    watch.begin("sharded_state_dict()")
+    assert watch.alone([1]) == "rank 0 called sharded_state_dict(), rank 1 did not, of this optimizer"
+    watch.wait(_Done)
+    watch.begin("")
+    assert watch.alone([1]) == "all ranks called sharded_state_dict()"
+    watch.begin("step()")
+    assert watch.alone([1]) == "rank 0 called step(), rank 1 did not, of this optimizer"
+
+
+class _Done:
+    """What is waited for, over."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *_: object) -> bool:
+        return True
 
 
 class _CountedStore:
