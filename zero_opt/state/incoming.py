@@ -14,6 +14,7 @@ from torch import Tensor
 from ..comm.groups import FAKE, Group
 from ..errors import StateDictError
 from ..sharding.flat_param import FlatParam
+from ..system.garbage_collection import without_collection
 from .entries import Batch, Field, small_values
 from .state_dict import StatesByIndex
 
@@ -89,6 +90,7 @@ class RoomForState(ABC):
         uncut: what :func:`checked_uncut` returns of them, where they are checked already.
     """
 
+    @without_collection()
     def __init__(
         self,
         flats: Mapping[int, FlatParam],
@@ -107,6 +109,7 @@ class RoomForState(ABC):
     def _new(self, field: Field, indices: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Return memory for the elements of these parameters' values, and the values."""
 
+    @without_collection()
     def make(self, batches: Iterable[Batch]) -> None:
         """Make room for what a rank lists, unless there is some; what came inside the listing is there at once."""
         for batch in batches:

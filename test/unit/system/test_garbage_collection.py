@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from test.support.failures import PATIENCE_S
 from zero_opt.system.garbage_collection import without_collection
 
 
@@ -54,4 +58,38 @@ def test_the_setting_is_restored(enabled: bool, raising: bool, started: list[int
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
+    assert gc.isenabled() == enabled
+
+
+def test_threads_that_overlap_keep_it_off_until_the_last_has_left(started: list[int]) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        with without_collection():
+            entered.set()
+            left.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=enter)
+    with without_collection():
+        thread.start()
+        assert entered.wait(PATIENCE_S)
+    assert not gc.isenabled()
+    left.set()
+    thread.join(PATIENCE_S)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_forked_child_has_the_setting_though_a_thread_was_within(enabled: bool, started: list[int]) -> None:
+    if not enabled:
+        gc.disable()
+
+    def fork() -> int:
+        child = os.fork()
+        return child or os._exit(gc.isenabled())
+
+    with ThreadPoolExecutor(1) as pool:
+        with without_collection():
+            child = pool.submit(fork).result(PATIENCE_S)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(enabled)
     assert gc.isenabled() == enabled
