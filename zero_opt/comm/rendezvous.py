@@ -357,7 +357,7 @@ class Meeting:
         if rank in (None, self.rank):
             return None
         if self.rank in absent:
-            return PeerSilent(f"{self._name(rank)} has given up waiting for this one in {self._call}; {self._come}")
+            return PeerSilent(f"{self._name(rank)} has given up waiting for this one: {text}")  # maybe in another call
         error = error_of_rank(rank, name, text)
         return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
 

@@ -139,7 +139,7 @@ def _one_does_not_come(rank: int, world_size: int) -> Any:
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["told 0", "told 2"], timedelta(seconds=300))
-        with pytest.raises(zero_opt.PeerSilent, match=r"rank [02] has given up waiting for this one in Sharded"):
+        with pytest.raises(zero_opt.PeerSilent, match=r"rank [02] has given up .*: rank 1 did not come to Sharded"):
             _train(None, rank)
         return None
     rendezvous.WARN_AFTER_S = 1.5  # type: ignore[attr-defined]
@@ -161,6 +161,23 @@ def test_a_rank_that_does_not_construct_is_named_in_a_warning_and_in_the_error()
         assert "must construct it" in text and "init_process_group(timeout=...)" in text
         (warning,) = logged
         assert "ShardedOptimizer() has waited" in warning and " s for rank 1; every rank" in warning
+
+
+def _one_calls_something_else(rank: int, world_size: int) -> str:
+    """Rank 0 waits for rank 1 in one call, and comes to another one once it has given up."""
+    store, model = _store_of_ranks(), torch.nn.Linear(3, 3)
+    if rank:
+        store.wait(["told 0"], timedelta(seconds=PATIENCE_S))
+    with pytest.raises(zero_opt.PeerSilent) as caught:
+        zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD) if rank else zero_opt.broadcast_params(model)
+    store.set(f"told {rank}", "")
+    return str(caught.value)
+
+
+def test_a_rank_that_was_given_up_hears_in_which_call() -> None:
+    first, second = run_processes(2, _one_calls_something_else, group_timeout=8)
+    assert first.startswith("rank 1 did not come to broadcast_params() in ")
+    assert second.startswith(f"rank 0 has given up waiting for this one: {first}")
 
 
 def _one_of_a_subgroup_does_not_come(rank: int, world_size: int) -> str:
