@@ -17,7 +17,7 @@ import torch
 
 from ..errors import StepDesync
 from ..kernels.checks import GRAD_DTYPES
-from ..system.extension import native, native_available
+from ..system.extension import native, require_native
 from ..system.limits import limit_in
 from ..system.log import log
 from ..system.shared_memory import PAGE, Arena, page_aligned
@@ -152,8 +152,7 @@ def own_nbytes(world_size: int, largest_bucket_bytes: int) -> int:
 
 
 def _new_arena(nbytes: int) -> Arena:
-    if not native_available():
-        raise OSError("the native extension is not built")
+    require_native()
     return Arena.create("zero_opt exchange", nbytes)
 
 

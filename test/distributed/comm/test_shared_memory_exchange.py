@@ -26,7 +26,7 @@ from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import backend_exchanges, pairwise_exchange, process_identity, shared_memory_exchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange
-from zero_opt.system import shared_memory
+from zero_opt.system import extension, shared_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 
@@ -144,7 +144,8 @@ def fall_back(rank: int, world_size: int, how: str) -> tuple[bool, list[str]]:
     elif how == "no mapping" and rank == 1:
         patch.setattr(shared_memory.Arena, "of_peer", refuse)
     elif how == "no extension" and rank == 1:
-        patch.setattr(shared_memory_exchange, "native_available", lambda: False)
+        why = zero_opt.errors.NativeUnavailable("ZERO_OPT_ISA is 'v9'")
+        patch.setattr(extension, "native", extension._Missing(why))
     elif how == "two hosts":
         patch.setattr(process_identity, "host_id", lambda: f"host {rank}")
     elif how == "not Linux":
@@ -179,7 +180,7 @@ def refuse(*_: object, **__: object) -> None:
 REASONS = {
     "no memfd": "rank 1 has no shared memory: .*not permitted",
     "no mapping": "rank 1 cannot map another rank's memory: .*not permitted",
-    "no extension": "rank 1 has no shared memory: the native extension is not built",
+    "no extension": "rank 1 has no shared memory: ZERO_OPT_ISA is 'v9'",
     "not Linux": "rank 0 has no shared memory: there is no memfd on darwin",
     "no descriptors": "rank 1 has no shared memory: .*Too many open files; .*'ulimit -n'",
     "no descriptors to map by": "rank 1 cannot map another rank's memory: .*Too many open files; .*'ulimit -n'",
