@@ -23,13 +23,15 @@ _ELSEWHERE = -1  # a value that has lain under another key
 
 # Of each param, in one order: its state, an empty one where there is none.
 States = Sequence[Mapping[str, Any]]
+# Version, address, and the memory there: held by the mark, so that no other comes to lie at that address.
+WriteMark = tuple[int, int, torch.UntypedStorage]
 # Position of the parameter, key, and write mark of a noted tensor.
-_Noted = tuple[int, str, tuple[int, int]]
+_Noted = tuple[int, str, WriteMark]
 
 
-def write_mark(tensor: Tensor) -> tuple[int, int]:
+def write_mark(tensor: Tensor) -> WriteMark:
     """Return a value that changes when a tensor is written to, or its data are replaced."""
-    return version_of(tensor), tensor.data_ptr()
+    return version_of(tensor), tensor.data_ptr(), tensor.untyped_storage()
 
 
 class CodeWatch:
@@ -114,7 +116,7 @@ class CodeWatch:
         )
 
 
-def _marks_of(values: list[Any]) -> tuple[list[int], list[int]]:
-    """Return versions and addresses of those that are tensors, of which a write, or other data, changes one."""
+def _marks_of(values: list[Any]) -> tuple[list[int], list[int], list[torch.UntypedStorage]]:
+    """Return the parts of the write marks of those that are tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return versions_of(tensors), [*map(Tensor.data_ptr, tensors)]
+    return versions_of(tensors), [*map(Tensor.data_ptr, tensors)], [*map(Tensor.untyped_storage, tensors)]

@@ -38,7 +38,7 @@ from .adam_state import (
     stored_state,
 )
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
-from .code_watch import CodeWatch, write_mark
+from .code_watch import CodeWatch, WriteMark, write_mark
 from .runs import step_runs
 from .slots import Slot
 from .threads import checked_threads, say_threads
@@ -135,8 +135,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._slots: dict[int, Slot] = {}
         self._unedited = UneditedHypers()
         self._last_hypers: list[native.Hypers] = []
-        # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
-        self._written: dict[int, tuple[int, int] | None] = {}
+        # By param: its mark as of our last write; None while the master is loaded, and not stepped yet.
+        self._written: dict[int, WriteMark | None] = {}
         self._halfway: dict[int, Halfway] = {}  # by param, of a split master that is loaded, and not stepped yet
         self._codes = CodeWatch(self._form)
         return _fused_options(type(self).__name__, rest)
@@ -410,7 +410,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         ]
         self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
         self._slots = {key: slot for key, slot in self._slots.items() if not slot.first}
-        self._written.update({id(param): write_mark(param) for param, _ in self._mastered()})
+        self._written = {id(param): write_mark(param) for param, _ in self._mastered()}
         self._note_codes()
         return loss
 
