@@ -137,7 +137,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._last_hypers: list[native.Hypers] = []
         # By param: its mark as of our last write; None while the master is loaded, and not stepped yet.
         self._written: dict[int, WriteMark | None] = {}
-        self._halfway: dict[int, Halfway] = {}  # by param, of a split master that is loaded, and not stepped yet
+        # Of split masters that are loaded, and not stepped yet: the param, the remainder made for it, what that lacks.
+        self._halfway: list[tuple[Parameter, Tensor, Halfway]] = []
         self._codes = CodeWatch(self._form)
         return _fused_options(type(self).__name__, rest)
 
@@ -152,12 +153,13 @@ class NativeOptimizer(torch.optim.Optimizer):
         return new_state(self.update, param, self._form, roles, first=self.update.first_value(self.defaults))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush")}
+        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush", "_halfway")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots, self._written, self._halfway, self._codes = {}, {}, {}, CodeWatch(self._form)
+        self._halfway = state.get("_halfway", [])
+        self._slots, self._written, self._codes = {}, {}, CodeWatch(self._form)
         self._unedited = UneditedHypers()
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
@@ -272,14 +274,11 @@ class NativeOptimizer(torch.optim.Optimizer):
                     else loaded_state(saved, param, self.update, self._form)
                 )
                 self._written[id(param)] = None
-                self._note_halfway(param, saved.get("master"))
+                remainder = self.state[param].get("remainder")
+                halfway = None if remainder is None else Halfway.of(saved.get("master"))
+                if halfway is not None:
+                    self._halfway.append((param, remainder, halfway))
         self._note_codes()
-
-    def _note_halfway(self, param: Parameter, master: Tensor | None) -> None:
-        self._halfway.pop(id(param), None)
-        halfway = Halfway.of(master) if "remainder" in self.state[param] else None
-        if halfway is not None:
-            self._halfway[id(param)] = halfway
 
     def _require_dicts(self) -> None:
         """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
@@ -438,9 +437,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             if known != write_mark(param) and (loaded or known is not None):
                 follow_param(master, param)
                 self._written[id(param)] = write_mark(param)
-        for _, param in self._named() if self._halfway else ():
-            if id(param) in self._halfway and "remainder" in self.state.get(param, {}):
-                self._halfway[id(param)].settle(param, self.state[param]["remainder"])
+        for param, remainder, halfway in self._halfway:
+            if param in self.state and self.state[param].get("remainder") is remainder:
+                halfway.settle(param, remainder)
         if loaded:
             self._halfway.clear()
 
