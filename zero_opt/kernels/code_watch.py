@@ -23,13 +23,28 @@ _ELSEWHERE = -1  # a value that has lain under another key
 
 # Of each param, in one order: its state, an empty one where there is none.
 States = Sequence[Mapping[str, Any]]
+# Version, address, and the memory there: held by the mark, so that no other comes to lie at that address.
+WriteMark = tuple[int, int, torch.UntypedStorage]
 # Position of the parameter, key, and write mark of a noted tensor.
-_Noted = tuple[int, str, tuple[int, int]]
+_Noted = tuple[int, str, WriteMark]
 
 
-def write_mark(tensor: Tensor) -> tuple[int, int]:
+def write_mark(tensor: Tensor) -> WriteMark:
     """Return a value that changes when a tensor is written to, or its data are replaced."""
-    return version_of(tensor), tensor.data_ptr()
+    return version_of(tensor), tensor.data_ptr(), tensor.untyped_storage()
+
+
+class _Values:
+    """Values as they are when this is made."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values, self.marks = values, _marks_of(values)
+        self._same = SameObjects()
+        self._same.note(values)
+
+    def are(self, values: list[Any]) -> bool:
+        """Return whether these are the same objects, and nobody has written to them."""
+        return self._same.are(values) and _marks_of(self.values) == self.marks
 
 
 class CodeWatch:
@@ -45,8 +60,7 @@ class CodeWatch:
         # A remainder belongs to its param, and comes back to it, as a copy, with the whole entry alone.
         whole = ("remainder", "step", *MOMENTS) if form.master == "split" else ()
         self._keys = tuple(dict.fromkeys((*whole, *chain.from_iterable(self._pairs))))
-        self._values: list[Any] = []  # as the last step or load has left them: of each state in turn, of each key
-        self._same, self._marks = SameObjects(), _marks_of([])
+        self._left = _Values([])  # by the last step or load: of each state in turn, of each key
 
     @property
     def watches(self) -> bool:
@@ -58,9 +72,7 @@ class CodeWatch:
 
     def note(self, states: States) -> None:
         """Remember states as they are."""
-        self._values = self._values_of(states)
-        self._same.note(self._values)
-        self._marks = _marks_of(self._values)
+        self._left = _Values(self._values_of(states))
 
     def require_own(self, states: States, name_of: Callable[[int], str]) -> None:
         """Raise StateDictError if the user has written to codes, or replaced some without what belongs to them.
@@ -68,13 +80,14 @@ class CodeWatch:
         Args:
             name_of: returns what error messages call the param at a position.
         """
-        if self._same.are(self._values_of(states)) and _marks_of(self._values) == self._marks:
+        left = self._left
+        if left.are(self._values_of(states)):
             return
-        places = ((at, key) for at in range(len(self._values) // len(self._keys)) for key in self._keys)
-        marks = iter(zip(*self._marks, strict=True))
+        places = ((at, key) for at in range(len(left.values) // len(self._keys)) for key in self._keys)
+        marks = iter(zip(*left.marks, strict=True))
         noted = {
             id(value): (at, key, next(marks))
-            for (at, key), value in zip(places, self._values, strict=True)
+            for (at, key), value in zip(places, left.values, strict=True)
             if isinstance(value, Tensor)
         }
         for at, state in enumerate(states):
@@ -114,7 +127,7 @@ class CodeWatch:
         )
 
 
-def _marks_of(values: list[Any]) -> tuple[list[int], list[int]]:
-    """Return versions and addresses of those that are tensors, of which a write, or other data, changes one."""
+def _marks_of(values: list[Any]) -> tuple[list[int], list[int], list[torch.UntypedStorage]]:
+    """Return the parts of the write marks of those that are tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return versions_of(tensors), [*map(Tensor.data_ptr, tensors)]
+    return versions_of(tensors), [*map(Tensor.data_ptr, tensors)], [*map(Tensor.untyped_storage, tensors)]

@@ -25,6 +25,7 @@ from ..field_checks import check_flag
 from ..policies import AdamState
 from ..system.extension import native, require_native
 from ..system.inference_mode import outside_inference_mode
+from ..system.interrupts import uninterrupted
 from ..system.unedited_hypers import UneditedHypers
 from .adam_state import (
     HALVES,
@@ -38,7 +39,7 @@ from .adam_state import (
     stored_state,
 )
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
-from .code_watch import CodeWatch, write_mark
+from .code_watch import CodeWatch, WriteMark, write_mark
 from .runs import step_runs
 from .slots import Slot
 from .threads import checked_threads, say_threads
@@ -135,9 +136,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._slots: dict[int, Slot] = {}
         self._unedited = UneditedHypers()
         self._last_hypers: list[native.Hypers] = []
-        # By param: its version and address as of our last write; None while the master is loaded, and not stepped yet.
-        self._written: dict[int, tuple[int, int] | None] = {}
-        self._halfway: dict[int, Halfway] = {}  # by param, of a split master that is loaded, and not stepped yet
+        # By param: its mark as of our last write; None while the master is loaded, and not stepped yet.
+        self._written: dict[int, WriteMark | None] = {}
+        # Of split masters that are loaded, and not stepped yet: the param, the remainder made for it, what that lacks.
+        self._halfway: list[tuple[Parameter, Tensor, Halfway]] = []
         self._codes = CodeWatch(self._form)
         return _fused_options(type(self).__name__, rest)
 
@@ -152,12 +154,13 @@ class NativeOptimizer(torch.optim.Optimizer):
         return new_state(self.update, param, self._form, roles, first=self.update.first_value(self.defaults))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush")}
+        own = {key: self.__dict__[key] for key in ("_form", "_threads", "_flush", "_halfway")}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots, self._written, self._halfway, self._codes = {}, {}, {}, CodeWatch(self._form)
+        self._halfway = state.get("_halfway", [])
+        self._slots, self._written, self._codes = {}, {}, CodeWatch(self._form)
         self._unedited = UneditedHypers()
         # A state dict of an unfused optimizer loads too, and leaves the switches as they are here.
         for group in self.param_groups:
@@ -272,14 +275,11 @@ class NativeOptimizer(torch.optim.Optimizer):
                     else loaded_state(saved, param, self.update, self._form)
                 )
                 self._written[id(param)] = None
-                self._note_halfway(param, saved.get("master"))
+                remainder = self.state[param].get("remainder")
+                halfway = None if remainder is None else Halfway.of(saved.get("master"))
+                if halfway is not None:
+                    self._halfway.append((param, remainder, halfway))
         self._note_codes()
-
-    def _note_halfway(self, param: Parameter, master: Tensor | None) -> None:
-        self._halfway.pop(id(param), None)
-        halfway = Halfway.of(master) if "remainder" in self.state[param] else None
-        if halfway is not None:
-            self._halfway[id(param)] = halfway
 
     def _require_dicts(self) -> None:
         """Raise StateDictTypeError, naming the param, if the user has put something else in the place of a state."""
@@ -326,7 +326,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._require_counts()
         except BaseException:
             for param, key in fresh:
-                del self.state[param][key]
+                self.state[param].pop(key, None)
             for param in {param for param, _ in fresh if not self.state[param]}:
                 del self.state[param]
             raise
@@ -408,10 +408,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
         ]
-        self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
-        self._slots = {key: slot for key, slot in self._slots.items() if not slot.first}
-        self._written.update({id(param): write_mark(param) for param, _ in self._mastered()})
-        self._note_codes()
+        threads = checked_threads(self._threads)
+        with uninterrupted():  # what was stepped is known to be
+            self.nonfinite_grads = step_runs(batches, threads=threads, flush_denormals=self._flush)
+            self._slots = {key: slot for key, slot in self._slots.items() if not slot.first}
+            self._written = {id(param): write_mark(param) for param, _ in self._mastered()}
+            self._note_codes()
         return loss
 
     def _kernel_hypers(self, grad_scale: float) -> list[native.Hypers]:
@@ -438,9 +440,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             if known != write_mark(param) and (loaded or known is not None):
                 follow_param(master, param)
                 self._written[id(param)] = write_mark(param)
-        for _, param in self._named() if self._halfway else ():
-            if id(param) in self._halfway and "remainder" in self.state.get(param, {}):
-                self._halfway[id(param)].settle(param, self.state[param]["remainder"])
+        for param, remainder, halfway in self._halfway:
+            if param in self.state and self.state[param].get("remainder") is remainder:
+                halfway.settle(param, remainder)
         if loaded:
             self._halfway.clear()
 

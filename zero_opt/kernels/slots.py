@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError
 from ..system.extension import native
+from ..system.interrupts import uninterrupted
 from ..system.placing import placing_of
 from .adam_state import BESIDE, MAXIMUM, arrays_of
 from .checks import check_tensor, require_count
@@ -140,11 +141,12 @@ class SlotBatch:
             self._last = list(map(weakref.ref, grads)) if all(map(is_, read, grads)) else []
         addresses = list(map(Tensor.data_ptr, read))
         calls = [(hypers, self._runs[which], addresses[which]) for hypers, which in batches]
-        native.update_step(calls, threads=threads, flush_denormals=flush_denormals)
-        if read is not grads:
-            for slot in self.slots:
-                slot.finish()
-        note_written(self._written)
+        with uninterrupted():
+            native.update_step(calls, threads=threads, flush_denormals=flush_denormals)
+            if read is not grads:
+                for slot in self.slots:
+                    slot.finish()
+            note_written(self._written)
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:

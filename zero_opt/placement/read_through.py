@@ -29,8 +29,9 @@ class MadeState(Mapping[str, Any]):
         return False
 
 
-def _as_it_is(value: Any) -> tuple[Any, int, object]:
-    return value, version_of(value) if isinstance(value, Tensor) else 0, memory_of([value])
+def _marks_of(value: Any) -> object:
+    """Return what changes with a value; it holds the value's memory, so that no other comes to lie at that address."""
+    return (version_of(value), memory_of([value]), value.untyped_storage()) if isinstance(value, Tensor) else None
 
 
 class ReadThrough(MutableMapping[str, Any]):
@@ -42,7 +43,7 @@ class ReadThrough(MutableMapping[str, Any]):
     def __init__(self, saved: MadeState) -> None:
         self._saved = saved
         self._values: dict[str, Any] = {}
-        self._made: dict[str, tuple[Any, int, object]] = {}  # each value, its version, and how it lies
+        self._made: dict[str, tuple[Any, object]] = {}  # each value, and its marks
         self._dropped: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
@@ -59,7 +60,7 @@ class ReadThrough(MutableMapping[str, Any]):
             with outside_inference_mode():  # users may write to it later
                 value = self._saved[key]
             self._values[key] = value
-            self._made[key] = _as_it_is(value)
+            self._made[key] = value, _marks_of(value)
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -124,10 +125,8 @@ class ReadThrough(MutableMapping[str, Any]):
         """Whether users have written to a value that there is, or put another in its place."""
         if key not in self._made:
             return key in self._values
-        value, (made, version, places) = self._values.get(key), self._made[key]
-        if value is not made:
-            return True
-        return isinstance(value, Tensor) and (version_of(value) != version or memory_of([value]) != places)
+        value, (made, marks) = self._values.get(key), self._made[key]
+        return value is not made or _marks_of(value) != marks
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -144,7 +143,7 @@ class ReadThrough(MutableMapping[str, Any]):
                 now = self._saved.get(key)
                 if now is not None and (now.dtype, now.shape) == (value.dtype, value.shape):
                     self._values[key] = value.copy_(now)
-                    self._made[key] = _as_it_is(value)
+                    self._made[key] = value, _marks_of(value)
 
     def forget_live(self) -> None:
         """Show what there is now of values in the state's own memory: what users write to these needs no adoption."""

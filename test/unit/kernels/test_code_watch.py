@@ -14,6 +14,7 @@ from torch.nn import Parameter
 import zero_opt
 from test.support.harness import assert_bitwise
 from zero_opt import AdamState, CPUAdamW, StateDictError, StateDictTypeError
+from zero_opt.kernels.code_watch import CodeWatch
 
 Entry = dict[str, Any]
 BLOCK8, SPLIT = AdamState("block8"), AdamState("bfloat16", "split")
@@ -98,6 +99,19 @@ def test_codes_that_were_replaced_alone_are_refused_and_may_be_put_back(case: st
         entry.update(kept)
         step(params, optimizer)
         assert not torch.equal(params[0], before[0])
+
+
+def test_codes_that_come_to_lie_where_those_before_lay_are_refused() -> None:
+    memory = bytearray(64)
+    state = {"exp_avg": torch.frombuffer(memory, dtype=torch.uint8), "exp_avg_base": torch.zeros(1, dtype=torch.int16)}
+    watch = CodeWatch(BLOCK8)
+    watch.note([state])
+    watch.require_own([state], str)
+    state["exp_avg"].data = torch.empty(0, dtype=torch.uint8)
+    memory[:] = bytes(range(64))
+    state["exp_avg"].data = torch.frombuffer(memory, dtype=torch.uint8)
+    with pytest.raises(StateDictError, match="0: state 'exp_avg' was written to in place"):
+        watch.require_own([state], str)
 
 
 def swapped(params: list[Parameter], state: Any) -> None:

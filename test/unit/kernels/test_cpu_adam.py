@@ -374,6 +374,19 @@ def test_an_fp32_master_follows_a_param_that_is_written_to(write: Any, dtype: to
     assert param.max() < 0.5
 
 
+def test_an_fp32_master_follows_data_that_come_to_lie_where_those_before_lay() -> None:
+    memory = bytearray(128)
+    param = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
+    optimizer = CPUAdamW([param], lr=1e-3, weight_decay=0.0, state=AdamState(master="float32"))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data = torch.empty(0, dtype=torch.bfloat16)
+    memory[:] = b"\xa0\x40" * 64  # bf16 5.0
+    param.data = torch.frombuffer(memory, dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["master"].round(), torch.full((64,), 5.0))
+
+
 def test_a_loaded_fp32_master_is_kept_until_the_param_is_written_to() -> None:
     def trained() -> tuple[torch.nn.Parameter, CPUAdamW]:
         param = torch.nn.Parameter(torch.linspace(-1, 1, 200).bfloat16())

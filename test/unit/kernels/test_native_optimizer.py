@@ -396,3 +396,36 @@ def test_a_split_master_at_a_tie_loads_into_an_fp32_one() -> None:
     loaded.grad = torch.zeros(3, dtype=torch.bfloat16)
     whole.step()
     assert torch.equal(whole.state_dict()["state"][0]["master"], split.state_dict()["state"][0]["master"])
+
+
+def _tied(value: float) -> tuple[Parameter, CPUAdamW]:
+    """A split master loaded at the tie between the bf16 numbers 1 and 1 + 2^-7; the param is loaded after it."""
+    param = Parameter(torch.ones(64, dtype=torch.bfloat16))
+    param.grad = torch.zeros_like(param)
+    optimizer = CPUAdamW([param], lr=0.0, weight_decay=0.0, state=AdamState(master="split"))
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["master"] = torch.full((64,), 1 + 2**-8)
+    optimizer.load_state_dict(saved)
+    param.data.fill_(value)
+    return param, optimizer
+
+
+@pytest.mark.parametrize("value", [1.0, 1 + 2**-7])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_settles_a_loaded_tie_by_its_own_param(clone: Callable[[Any], Any], value: float) -> None:
+    first = _tied(value)
+    second = clone(first)
+    for param, optimizer in (first, second):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    masters = [optimizer.state_dict()["state"][0]["master"] for _, optimizer in (first, second)]
+    assert torch.equal(*masters)
+    assert masters[0].min() >= 1 + 2**-8 - 2**-23
+
+
+def test_a_state_made_afresh_knows_no_tie_of_the_one_before() -> None:
+    _, optimizer = _tied(1.0)
+    optimizer.state.clear()
+    optimizer.step()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], torch.ones(64))
