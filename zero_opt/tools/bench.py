@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,11 +204,23 @@ def _resident(device: torch.device) -> int:
     return total
 
 
-def _most(value: float = 0.0) -> float:
-    """Return the greatest of the ranks' values, once all have come."""
-    greatest = torch.tensor(value, dtype=torch.float64, device="cpu")
-    dist.all_reduce(greatest, dist.ReduceOp.MAX)
-    return float(greatest)
+class _Meeting:
+    """Where ranks compare numbers.
+
+    Args:
+        barrier: of all ranks. values: one place per rank.
+    """
+
+    def __init__(self, barrier: Any, values: Any) -> None:
+        self._barrier, self._values = barrier, values
+
+    def most(self, rank: int, value: float = 0.0) -> float:
+        """Return the greatest of the ranks' values, once all have come."""
+        self._values[rank] = value
+        self._barrier.wait(_PATIENCE_S)
+        greatest = max(self._values)
+        self._barrier.wait(_PATIENCE_S)
+        return float(greatest)
 
 
 def _give_back_memory() -> None:
@@ -219,13 +230,13 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _measure(bench: Bench, way: Way, data: Tensor) -> tuple[list[float], int]:
+def _measure(bench: Bench, way: Way, data: Tensor, most: Callable[..., float]) -> tuple[list[float], int]:
     """Return the seconds of each step, and bytes."""
     _give_back_memory()
     before = _resident(data.device)
     module, optimizer = way.make(_model(bench, data.device))
     seconds, held, end = list[float](), list[int](), float("inf")
-    while len(seconds) < _WARM + 3 or _most(time.perf_counter()) < end:
+    while len(seconds) < _WARM + 3 or most(time.perf_counter()) < end:
         begin = time.perf_counter()
         module(data).float().square().mean().backward()
         if len(seconds) < _WARM:
@@ -239,24 +250,24 @@ def _measure(bench: Bench, way: Way, data: Tensor) -> tuple[list[float], int]:
             module.zero_grad()
         if not is_host(data.device):
             torch.accelerator.synchronize(data.device)
-        seconds.append(_most(time.perf_counter() - begin))
+        seconds.append(most(time.perf_counter() - begin))
         if len(seconds) == _WARM:
-            end = _most(time.perf_counter() + bench.seconds / 2)  # all ranks take as many steps
-    nbytes = int(_most(max(held) - before))
+            end = most(time.perf_counter() + bench.seconds / 2)  # all ranks take as many steps
+    nbytes = int(most(max(held) - before))
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.close()
     return seconds[_WARM:], nbytes
 
 
-def _rank(rank: int, bench: Bench, store: str, results: Any, failures: Any) -> None:
+def _rank(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any, failures: Any) -> None:
     try:
-        _measure_all(rank, bench, store, results)
+        _measure_all(rank, bench, store, meeting, results)
     except ZeroOptError as error:
         failures.put((rank, *name_and_text(error)))
         raise
 
 
-def _measure_all(rank: int, bench: Bench, store: str, results: Any) -> None:
+def _measure_all(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any) -> None:
     device = HOST if is_host(torch.device(bench.device)) else torch.device(bench.device, rank)
     if is_host(device):
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // bench.ranks, 1))
@@ -264,12 +275,11 @@ def _measure_all(rank: int, bench: Bench, store: str, results: Any) -> None:
     else:
         torch.accelerator.set_device_index(rank)
         backend = f"cpu:gloo,{bench.device}:{dist.get_default_backend_for_device(bench.device)}"
-    timeout = timedelta(seconds=_PATIENCE_S)
-    dist.init_process_group(backend, f"file://{store}", timeout, bench.ranks, rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=bench.ranks)
     width = next(_model(bench, torch.device("meta")).parameters()).shape[1]
     data = torch.randn(bench.rows, width, dtype=bench.param_dtype, device=device)
     for way in _in_order(bench):
-        seconds, nbytes = _measure(bench, way, data)
+        seconds, nbytes = _measure(bench, way, data, partial(meeting.most, rank))
         if rank == 0:
             results.put((way.name, seconds, nbytes))
     dist.destroy_process_group()
@@ -301,8 +311,9 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
     with ExitStack() as stack:
         spawn = mp.get_context("spawn")
         results, failures = spawn.SimpleQueue(), spawn.SimpleQueue()
+        meeting = _Meeting(spawn.Barrier(bench.ranks), spawn.Array("d", bench.ranks))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        given = (bench, f"{folder}/store", results, failures)
+        given = (bench, f"{folder}/store", meeting, results, failures)
         start: Any = start_processes
         ranks = start(_rank, given, bench.ranks, join=False, start_method="spawn")
         stack.callback(_end, ranks)
