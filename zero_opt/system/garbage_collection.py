@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 
-class _Held:
+class _Pauses:
     """How many threads keep the collector, which is the process's, from starting; the last of them lets it go on."""
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class _Held:
         self._count, self._lock = 0, threading.RLock()
 
 
-_held = _Held()
-os.register_at_fork(after_in_child=_held.forget)
+_paused = _Pauses()
+os.register_at_fork(after_in_child=_paused.forget)
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def without_collection() -> Iterator[None]:
     10,000 parameters, calls that make state dicts took two to three times as long with it.
     """
     try:
-        _held.begin()  # a Ctrl-C after it must not keep the collector off
+        _paused.begin()  # a Ctrl-C after it must not keep the collector off
         yield
     finally:
-        _held.end()
+        _paused.end()
