@@ -323,16 +323,17 @@ def packed_moments(plain: Mapping[str, Any], like: Tensor, form: AdamState) -> d
     Args:
         like: has the shape and strides of what is stepped.
     """
-    given = {key: value for key, value in plain.items() if key != "master"}
-    step = torch.tensor(float(given["step"]), dtype=torch.float32, device="cpu")
-    arrays = _new_arrays(like, form, [role for role in (*MOMENTS, MAXIMUM) if role in given])
+    others = {key: value for key, value in plain.items() if key != "master"}
+    given = given_arrays(plain, (*MOMENTS, MAXIMUM))
+    step = torch.tensor(float(plain["step"]), dtype=torch.float32, device="cpu")
+    arrays = _new_arrays(like, form, given)
     for role, array in arrays.items():
         if array.dtype is torch.float32:
             array.copy_(given[role])
     if form.moments != "float32":
         fp32 = [_like(like, torch.float32).copy_(given[moment]) for moment in MOMENTS]
-        native.pack_moments(_moment_run(arrays, fp32, max(float(given["step"]), 1.0)))
-    return {**given, "step": step, **arrays}
+        native.pack_moments(_moment_run(arrays, fp32, max(float(plain["step"]), 1.0)))
+    return {**others, "step": step, **arrays}
 
 
 def stored_state(plain: Mapping[str, Any], param: Tensor, form: AdamState) -> dict[str, Any]:

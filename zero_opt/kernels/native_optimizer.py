@@ -41,7 +41,7 @@ from .adam_state import (
 from .checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
 from .code_watch import CodeWatch, WriteMark, write_mark
 from .runs import step_runs
-from .slots import Slot
+from .slots import Slot, own_count
 from .threads import checked_threads, say_threads
 from .updates import NativeUpdate
 
@@ -352,9 +352,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             if made:
                 self.state[param].update(made)
                 state = self.state[param]
-        # What was made for a step that was not made has no values yet.
-        first = not self.update.counts and (begins or (before is not None and before.first))
-        slot = Slot(name, state, param, grad, update=self.update, roles=roles, first=first)
+        count = own_count(self.update, state, roles, before, begins=begins)
+        slot = Slot(name, state, param, grad, update=self.update, roles=roles, count=count)
         self._slots[id(param)] = slot
         slot.set_grad(grad)
 
@@ -411,7 +410,6 @@ class NativeOptimizer(torch.optim.Optimizer):
         threads = checked_threads(self._threads)
         with uninterrupted():  # what was stepped is known to be
             self.nonfinite_grads = step_runs(batches, threads=threads, flush_denormals=self._flush)
-            self._slots = {key: slot for key, slot in self._slots.items() if not slot.first}
             self._written = {id(param): write_mark(param) for param, _ in self._mastered()}
             self._note_codes()
         return loss

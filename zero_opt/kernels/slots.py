@@ -27,11 +27,11 @@ class Slot(BoundRun):
 
     Attributes:
         roles: which of the update's arrays the step reads and writes.
-        first: this step gives new arrays their values, so the run is not used again, unless the update counts steps.
+        count: of an update that keeps no count of steps: the kernel's own, here, for step 1 is another.
         held: what the run reads and writes of the state: key, tensor, and that one's address, dtype, shape and strides.
     """
 
-    __slots__ = ("first", "held", "layout", "pointer", "roles", "shape")
+    __slots__ = ("count", "held", "layout", "pointer", "roles", "shape")
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Slot(BoundRun):
         *,
         update: NativeUpdate,
         roles: tuple[str, ...],
-        first: bool = False,
+        count: Tensor | None = None,
     ) -> None:
         arrays = arrays_of(state, param, roles)
         if MAXIMUM in roles and MAXIMUM not in arrays:
@@ -51,9 +51,9 @@ class Slot(BoundRun):
             check_arrays(name, arrays, roles)
             for role in () if update.compact else roles:
                 check_tensor(f"{role} of {name}", arrays[role], param.shape)
-            kept_step = _kept_step(name, state) if update.counts else None
-        super().__init__(arrays, grad.dtype, step=1.0 if first else 2.0, kept_step=kept_step)
-        self.roles, self.shape, self.first = roles, param.shape, first and bool(roles)
+            kept_step = _kept_step(name, state) if update.counts else count
+        super().__init__(arrays, grad.dtype, kept_step=kept_step)
+        self.roles, self.shape, self.count = roles, param.shape, count
         self.pointer, self.layout = param.data_ptr(), (param.dtype, param.stride())
         names = ("step", "master", *roles, *BESIDE) if update.counts else ("master", *roles, *BESIDE)
         keys = [key for key in names if key in state]
@@ -66,7 +66,6 @@ class Slot(BoundRun):
         """Return whether nothing has changed but values."""
         if not (
             self.direct
-            and not self.first
             and grad.dtype is self.grad_dtype
             and grad.shape == self.shape
             and param.shape == self.shape
@@ -87,6 +86,23 @@ class Slot(BoundRun):
         return True
 
 
+def own_count(
+    update: NativeUpdate, state: Mapping[str, Any], roles: Sequence[str], before: Slot | None, *, begins: bool
+) -> Tensor | None:
+    """Return the count of steps of an update that keeps none in the state: 0 until new arrays have their values.
+
+    Args:
+        before: the param's last slot, whose count goes on with the same arrays. begins: the arrays are new.
+    """
+    if update.counts:
+        return None
+    if before is not None and not begins:
+        held = {key: tensor for key, tensor, *_ in before.held}
+        if all(held.get(role) is state.get(role) for role in roles):
+            return before.count
+    return torch.tensor(0.0 if begins else 1.0, dtype=torch.float32, device="cpu")
+
+
 class SlotBatch:
     """Slots that are stepped together, and what they were made from but for gradients, to be looked at in one go.
 
@@ -95,7 +111,7 @@ class SlotBatch:
     """
 
     def __init__(self, slots: list[Slot], params: list[Tensor], states: list[dict[str, Any]]) -> None:
-        self.slots, self._direct = slots, all(slot.direct and not slot.first for slot in slots)
+        self.slots, self._direct = slots, all(slot.direct for slot in slots)
         self._keys = [[key for key, *_ in slot.held] for slot in slots]
         self._params, self._kept = params, self._now(states)
         self._tensors = [*params, *self._kept]

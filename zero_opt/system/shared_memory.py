@@ -193,7 +193,8 @@ class GrowingArena(Arena):
             OSError: there is no such memory to be had.
         """
         if page_aligned(nbytes) > self.bytes.numel():
-            os.ftruncate(self.fd, page_aligned(nbytes))
+            if page_aligned(nbytes) > os.fstat(self.fd).st_size:  # longer than it is mapped if that has failed
+                os.ftruncate(self.fd, page_aligned(nbytes))
             self._map()
 
 

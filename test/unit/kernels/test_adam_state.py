@@ -243,6 +243,21 @@ def test_without_a_saved_master_the_param_is_it() -> None:
     assert all(torch.equal(master, p.float()) for master, p in zip(masters(optimizer), ours))
 
 
+@forms
+def test_a_maximum_of_none_is_none(form: AdamState) -> None:
+    param = Parameter(torch.ones(64, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = CPUAdamW([param], state=form)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["max_exp_avg_sq"] = None
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    loaded = optimizer.state_dict()["state"][0]
+    assert loaded.pop("max_exp_avg_sq") is None
+    assert all(torch.equal(loaded[key], saved["state"][0][key]) for key in loaded)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
 def test_copies_keep_the_form(clone: Callable[[Any], Any]) -> None:
     ours = params()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from zero_opt import OutOfMemory, OutOfResources
+from zero_opt.system import shared_memory
 from zero_opt.system.shared_memory import (
     PAGE,
     Arena,
@@ -105,6 +106,22 @@ def test_a_growing_arena_keeps_what_it_has() -> None:
     assert before.tolist() == [8, 8, 8, 8]
     with pytest.raises(PermissionError):
         os.ftruncate(arena.fd, PAGE)
+    arena.close()
+
+
+def test_a_growing_arena_that_could_not_be_mapped_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    arena = GrowingArena.create("test", PAGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_memory, "mapped_bytes", refuse)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOMEM)):
+            arena.grow(4 * PAGE)
+    assert arena.bytes.numel() == PAGE
+    arena.grow(2 * PAGE)
+    assert arena.bytes.numel() >= 2 * PAGE
+    arena.bytes[2 * PAGE - 1] = 7
     arena.close()
 
 

@@ -14,7 +14,7 @@ from ...errors import StateDictError
 from ...kernels.adam_state import BESIDE, new_state
 from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
 from ...kernels.runs import check_arrays
-from ...kernels.slots import Slot, SlotBatch
+from ...kernels.slots import Slot, SlotBatch, own_count
 from ...kernels.strides import dtype_of
 from ...kernels.threads import checked_threads
 from ...kernels.updates import NativeUpdate, given_arrays
@@ -135,9 +135,6 @@ class NativeSteps:
             roles = [*chain.from_iterable(by_segment)]
             slots = self._batch(unit, used, tensors, roles, states)
             slots.step(tensors, batches, threads=threads, flush_denormals=self._flush)
-        for position in used:
-            if (slot := self._slots[unit.pieces[position].param]).first:
-                slot.direct = slot.first = False  # the next step is another run
 
     def _batch(
         self,
@@ -182,8 +179,8 @@ class NativeSteps:
                 state = states[stepped]
         require_complete(label, state, update, roles)
         try:
-            first = not update.counts and (begins or (slot is not None and slot.first))
-            slot = Slot(label, state, target, grad, update=update, roles=roles, first=first)
+            count = own_count(update, state, roles, slot, begins=begins)
+            slot = Slot(label, state, target, grad, update=update, roles=roles, count=count)
         except (TypeError, ValueError):
             self._require_steppable(unit, position, state, roles)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.nn import Parameter
 
 import zero_opt
 from test.support.harness import assert_bitwise
+from zero_opt.kernels import slots
+from zero_opt.system.extension import native
 
 NUMELS = (5, 3)
 CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -79,3 +82,46 @@ def test_a_class_of_ones_own_loads_in_its_own_way() -> None:
     after = [state["exp_avg"] for state in optimizer.state.values()]
     assert all(torch.equal(new, 2 * old) for new, old in zip(after, before, strict=True))
     optimizer.close()
+
+
+def _momentum_of(param: Parameter) -> zero_opt.ShardedOptimizer:
+    options: dict[str, Any] = {"lr": 0.25, "momentum": 0.5, "dampening": 0.25}
+    sharding: dict[str, Any] = {"offload": zero_opt.CPUOffload(), "reduction": zero_opt.AtStep()}
+    return zero_opt.ShardedOptimizer([param], torch.optim.SGD, **options, **sharding)
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("made", [False, True])
+def test_a_first_step_that_is_interrupted_leaves_the_momentum_that_is_there(
+    made: bool, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting:
+        def __getattr__(self, name: str) -> Any:
+            return self.interrupted if name == "update_step" else getattr(native, name)
+
+        def interrupted(self, *args: Any, **options: Any) -> None:
+            if made:
+                native.update_step(*args, **options)
+            signal.raise_signal(signal.SIGINT)
+
+    def step(param: Parameter, optimizer: zero_opt.ShardedOptimizer, grad: float) -> None:
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+
+    plain, param = (Parameter(torch.ones(64)) for _ in range(2))
+    reference, optimizer = map(_momentum_of, (plain, param))
+    if made or loads:
+        step(plain, reference, 1.0)
+    saved, values = deepcopy(reference.state_dict()), plain.detach().clone()
+    with monkeypatch.context() as patched:
+        patched.setattr(slots, "native", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            step(param, optimizer, 1.0)
+    if loads:
+        optimizer.load_state_dict(saved)
+        param.data.copy_(values)
+    step(plain, reference, 4.0)
+    step(param, optimizer, 4.0)
+    assert_bitwise(param, plain)
+    for one in (reference, optimizer):
+        one.close()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_opt import AdamState, CPUAdamW
+from zero_opt import CPUSGD, AdamState, CPUAdamW
 
 STEPS = 3
 Make = Callable[[list[Parameter]], torch.optim.Optimizer]
 CASES: dict[str, tuple[torch.dtype, Make]] = {
     "adam": (torch.float32, CPUAdamW),
+    "sgd": (torch.float32, lambda params: CPUSGD(params, lr=0.1, momentum=0.9, dampening=0.5)),
     "split": (torch.bfloat16, lambda params: CPUAdamW(params, lr=0.1, state=AdamState(master="split"))),
     "block8": (torch.bfloat16, lambda params: CPUAdamW(params, lr=0.1, state=AdamState("block8", "float32"))),
 }
