@@ -439,10 +439,18 @@ class NativeOptimizer(torch.optim.Optimizer):
                 follow_param(master, param)
                 self._written[id(param)] = write_mark(param)
         for param, remainder, halfway in self._halfway:
-            if param in self.state and self.state[param].get("remainder") is remainder:
-                halfway.settle(param, remainder)
+            there: Any = self.state[param].get("remainder") if param in self.state else None
+            if there is remainder or _is_copy(there, remainder):
+                halfway.settle(param, there)
         if loaded:
             self._halfway.clear()
+
+
+def _is_copy(value: Any, of: Tensor) -> bool:
+    """Return whether a value is a tensor like another one."""
+    return (
+        isinstance(value, Tensor) and value.dtype is of.dtype and value.device == of.device and torch.equal(value, of)
+    )
 
 
 def torch_class_of(cls: type[torch.optim.Optimizer]) -> str:

@@ -429,3 +429,14 @@ def test_a_state_made_afresh_knows_no_tie_of_the_one_before() -> None:
     optimizer.state.clear()
     optimizer.step()
     assert torch.equal(optimizer.state_dict()["state"][0]["master"], torch.ones(64))
+
+
+@pytest.mark.parametrize("value", [1.0, 1 + 2**-7])
+def test_a_copy_of_a_loaded_state_in_its_place_settles_its_tie(value: float) -> None:
+    (kept, first), (copied, second) = _tied(value), _tied(value)
+    second.state[copied] = copy.deepcopy(second.state[copied])
+    for param, optimizer in ((kept, first), (copied, second)):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    masters = [optimizer.state_dict()["state"][0]["master"] for optimizer in (first, second)]
+    assert torch.equal(*masters)
