@@ -117,9 +117,9 @@ class Departures:
             is queued for other ranks has been sent.
         tell: tells the other ranks about a departure, by the ring. post: by the store, until all ranks are in the ring.
         news: whether other ranks can tell this one about departures.
-        silent: the ranks that are silent. unanswering: those that this rank has given up waiting for without knowing
-            what became of them, and that have not answered since.
-        untold: departures that this rank has noticed, and of which a thread is telling the others.
+        silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
+            for, and that have not answered since. lost_one: whether this rank has lost another, and cannot say which.
+        being_told: departures that this rank has noticed, and of which a thread is telling the others.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Departures:
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
         self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
-        self.untold: list[Departure] = []
+        self.being_told, self.lost_one = list[Departure](), False
         self.tell: Callable[[Departure], None] = _no_connections
         self.post: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
@@ -154,11 +154,16 @@ class Departures:
         """Whether any rank is lost, cut off or silent, or does not answer."""
         return self._unannounced or bool(self.unanswering)
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has lost another one, or has given up waiting for it, and so serves no state at its end."""
+        return self.lost_one or self.unannounced
+
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         with self._lock:
             if fresh := self.hear(departure):
-                self.untold.append(departure)
+                self.being_told.append(departure)
         if fresh:
             self.say(departure)
 
@@ -167,11 +172,11 @@ class Departures:
         self.post(departure)
         self.tell(departure)
         with contextlib.suppress(ValueError):
-            self.untold.remove(departure)
+            self.being_told.remove(departure)
 
-    def say_rest(self) -> None:
+    def say_untold(self) -> None:
         """Tell the others what another thread has noticed, and may be late to tell: this rank may be about to end."""
-        for departure in self.untold.copy():
+        for departure in self.being_told.copy():
             self.say(departure)
 
     def knows(self, rank: int) -> bool:

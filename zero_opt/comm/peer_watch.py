@@ -85,10 +85,9 @@ class Watch:
         self.name = RankNames([each.global_rank for each in processes], {r: near.pid for r, near in self._near.items()})
         self._ended_at: dict[int, float] = {}  # when ranks of this host were first seen to have ended
         self._entered, self._within = 0, ""  # of which call, if not of a step, this rank waits for all ranks
-        self._together = False  # whether all ranks have come to this call
         self._given_up: PeerSilent | None = None
-        self._doubted = -math.inf  # when a rank has begun to ask whether another lives
-        self.overdue, self._warned = False, -1  # the last step of which the log says that an exchange waits long
+        self._doubted, self._warned = -math.inf, -1  # when a rank has begun to ask; the last step that the log mentions
+        self._together = self.overdue = False  # whether all ranks have come to this call
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, store, self._ask)
 
@@ -123,6 +122,7 @@ class Watch:
                 if departure is not None:
                     raise self.explain("", self._entered, _CLOSING_S) or self._leave_departed(departure)
             self._together = True
+            self.departures.unanswering.clear()
         except PeerLost:
             raise
         except BaseException as error:
@@ -268,10 +268,10 @@ class Watch:
         ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
         # If it has timed out, the connection that keeps it from ending may not have broken yet.
         known = self.explain(text, self._entered, self._news_s) if timed_out(text) else None
-        known = known or (self._cut_off(ranks[0], text) if len(ranks) == 1 else None)
+        known = known or (self._cut_off(ranks[0], text) if len(ranks) == 1 and not closed_by_peer(text) else None)
         if known is not None:
             return known
-        self.departures.unanswering.update(ranks)
+        self.departures.lost_one = True
         error = PeerLost(
             f"{'one of ' * (len(ranks) > 1)}{self.name(ranks)} has ended, or its host does not answer, or the network "
             f"drops packets, while {self.where} waits for it; look at the ranks' logs, and restart all from the last "
@@ -403,7 +403,7 @@ class Watch:
 
     def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
-        self.departures.say_rest()
+        self.departures.say_untold()
         self.departures.leave()
         unannounced, ranks = departure.how in (How.LOST, How.CUT_OFF), [departure.rank]
         if departure.how is How.CUT_OFF:

@@ -74,6 +74,10 @@ class CodeWatch:
         """Remember states as they are."""
         self._left = _Values(self._values_of(states))
 
+    def forget(self) -> None:
+        """Know nothing of the states, as they are about to be written to: whatever there is then is taken."""
+        self._left = _Values([])
+
     def require_own(self, states: States, name_of: Callable[[int], str]) -> None:
         """Raise StateDictError if the user has written to codes, or replaced some without what belongs to them.
 

@@ -25,7 +25,6 @@ from ..field_checks import check_flag
 from ..policies import AdamState
 from ..system.extension import native, require_native
 from ..system.inference_mode import outside_inference_mode
-from ..system.interrupts import uninterrupted
 from ..system.unedited_hypers import UneditedHypers
 from .adam_state import (
     HALVES,
@@ -407,11 +406,10 @@ class NativeOptimizer(torch.optim.Optimizer):
             (values, [self._slots[id(param)] for param in group["params"] if param.grad is not None])
             for group, values in zip(self.param_groups, hypers, strict=True)
         ]
-        threads = checked_threads(self._threads)
-        with uninterrupted():  # what was stepped is known to be
-            self.nonfinite_grads = step_runs(batches, threads=threads, flush_denormals=self._flush)
-            self._written = {id(param): write_mark(param) for param, _ in self._mastered()}
-            self._note_codes()
+        self._codes.forget()  # a Ctrl-C may come as soon as the codes are written
+        self.nonfinite_grads = step_runs(batches, threads=checked_threads(self._threads), flush_denormals=self._flush)
+        self._written = {id(param): write_mark(param) for param, _ in self._mastered()}
+        self._note_codes()
         return loss
 
     def _kernel_hypers(self, grad_scale: float) -> list[native.Hypers]:

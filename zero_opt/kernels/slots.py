@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import StateDictError, StateDictTypeError
 from ..system.extension import native
-from ..system.interrupts import uninterrupted
 from ..system.placing import placing_of
 from .adam_state import BESIDE, MAXIMUM, arrays_of
 from .checks import check_tensor, require_count
@@ -27,7 +26,7 @@ class Slot(BoundRun):
 
     Attributes:
         roles: which of the update's arrays the step reads and writes.
-        count: of an update that keeps no count of steps: the kernel's own, here, for step 1 is another.
+        count: for an update whose state has no count of steps: the kernel's own, since its first step differs.
         held: what the run reads and writes of the state: key, tensor, and that one's address, dtype, shape and strides.
     """
 
@@ -157,12 +156,11 @@ class SlotBatch:
             self._last = list(map(weakref.ref, grads)) if all(map(is_, read, grads)) else []
         addresses = list(map(Tensor.data_ptr, read))
         calls = [(hypers, self._runs[which], addresses[which]) for hypers, which in batches]
-        with uninterrupted():
-            native.update_step(calls, threads=threads, flush_denormals=flush_denormals)
-            if read is not grads:
-                for slot in self.slots:
-                    slot.finish()
-            note_written(self._written)
+        native.update_step(calls, threads=threads, flush_denormals=flush_denormals)
+        if read is not grads:
+            for slot in self.slots:
+                slot.finish()
+        note_written(self._written)
 
 
 def _kept_step(name: str, state: dict[str, Any]) -> Tensor:

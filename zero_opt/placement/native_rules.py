@@ -78,8 +78,8 @@ def loaded_roles(
 ) -> list[tuple[str, ...]]:
     """Return, per param group, which arrays have places, given what was loaded for its parameters on this rank.
 
-    Besides those that its step has, others that all states have: a later step may, by another option. Of arrays without
-    which a state can be stepped on (a momentum), others that any state has.
+    Besides those that its step has, others that all states have: a later step may, by another option. An array that a
+    state need not have (a momentum) has a place if any state has it.
 
     Args:
         states: each with the number of its group.
@@ -90,7 +90,7 @@ def loaded_roles(
             given[number].append({*given_arrays(state, update.arrays)})
     free = {*update.arrays}.difference(update.needed(update.arrays))
     placed = [
-        {*update.roles(group)}.union(set.intersection(*of) if of else (), free.intersection(*[set().union(*of)]))
+        {*update.roles(group)}.union(set.intersection(*of) if of else (), free & set().union(*of))
         for group, of in zip(groups, given)
     ]
     return [tuple(role for role in update.arrays if role in roles) for roles in placed]

@@ -233,7 +233,7 @@ class StateService:
         """Tell the next rank that this one is about to break its connections, and is not dead."""
         self._told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
-            for departure in self._departures.untold.copy():  # the thread that tells may come too late
+            for departure in self._departures.being_told.copy():  # the thread that tells may come too late
                 self._pass_on(departed(self._side.rank, departure))
             self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
             self._wait_passed(FAREWELL_S)
@@ -368,7 +368,7 @@ class StateService:
                     raise
                 known = explained(self._watch, backend_words(error))
                 if known is None:
-                    self._departures.unanswering.update(self._others)
+                    self._departures.lost_one = True
                     raise
                 raise known from error
             return result.by_param()
@@ -460,8 +460,8 @@ class StateService:
         self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
 
     def abandon(self, how: How) -> None:
-        """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves: FAILED if it has lost one."""
-        self._close(How.FAILED if self._departures.unannounced else how, in_order=False)
+        """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves: FAILED if it lost a rank."""
+        self._close(How.FAILED if self._departures.failed else how, in_order=False)
 
     def _close(self, how: How, in_order: bool) -> None:
         if self._side.inherited:  # where nothing runs, and locks may be held forever
@@ -490,7 +490,7 @@ class StateService:
 
     def serve_on(self, failed: bool) -> None:
         """Wait until all ranks have closed or time is up, unless the program has ``failed``."""
-        if not (failed or self._departures.unannounced):
+        if not (failed or self._departures.failed):
             self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
 
     def break_off(self) -> None:

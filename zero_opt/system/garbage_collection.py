@@ -10,32 +10,36 @@ from collections.abc import Iterator
 
 
 class _Pauses:
-    """How many threads keep the collector, which is the process's, from starting; the last of them lets it go on."""
+    """What keeps the collector, which is the process's, from starting; when the last of them has ended, it goes on.
+
+    A signal handler may come anywhere in these methods. What it interrupts can be called again.
+    """
 
     def __init__(self) -> None:
-        self._count, self._enabled = 0, False
-        self._lock = threading.RLock()  # a signal handler may come while it is held
+        self._open: set[object] = set()
+        self._enabled = False
+        self._lock = threading.RLock()
 
-    def begin(self) -> None:
+    def begin(self, pause: object) -> None:
         """Keep it from starting."""
         with self._lock:
-            self._count += 1
-            if self._count == 1:
+            if not self._open:
                 self._enabled = gc.isenabled()
-                gc.disable()
+            self._open.add(pause)
+            gc.disable()
 
-    def end(self) -> None:
-        """End one :meth:`begin`."""
+    def end(self, pause: object) -> None:
+        """End a pause, if it has begun."""
         with self._lock:
-            enabled, self._count = self._enabled, max(self._count - 1, 0)
-            if enabled and not self._count:
+            if self._open == {pause} and self._enabled:
                 gc.enable()
+            self._open.discard(pause)
 
     def forget(self) -> None:
         """End all, in a forked child, which has none of the threads."""
-        if self._count and self._enabled:
+        if self._open and self._enabled:
             gc.enable()
-        self._count, self._lock = 0, threading.RLock()
+        self._open, self._lock = set(), threading.RLock()
 
 
 _paused = _Pauses()
@@ -49,8 +53,13 @@ def without_collection() -> Iterator[None]:
     The number of objects made starts a collection, and a full one looks at every object of the program. With state of
     10,000 parameters, calls that make state dicts took two to three times as long with it.
     """
+    pause = object()
     try:
-        _paused.begin()  # a Ctrl-C after it must not keep the collector off
+        _paused.begin(pause)
         yield
     finally:
-        _paused.end()
+        try:
+            _paused.end(pause)
+        except BaseException:  # a Ctrl-C must not keep the collector off
+            _paused.end(pause)
+            raise

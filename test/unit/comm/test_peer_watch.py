@@ -74,7 +74,7 @@ def test_a_connection_that_breaks_is_no_matter_of_patience(watch: Watch) -> None
     assert type(error) is PeerLost
     assert str(error).startswith("one of rank 1, rank 2 has ended, or its host does not answer, or the network drops")
     assert "wait longer" not in str(error)
-    assert watch.departures.unannounced  # so this rank's exit waits for no rank
+    assert watch.departures.failed  # so this rank's exit waits for no rank
 
 
 @pytest.mark.parametrize("watch", ["several hosts"], indirect=True)

@@ -7,10 +7,12 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from test.support.failures import PATIENCE_S
+from zero_opt.system import garbage_collection
 from zero_opt.system.garbage_collection import without_collection
 
 
@@ -93,3 +95,22 @@ def test_a_forked_child_has_the_setting_though_a_thread_was_within(enabled: bool
             child = pool.submit(fork).result(PATIENCE_S)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(enabled)
     assert gc.isenabled() == enabled
+
+
+@pytest.mark.parametrize("method", ["begin", "end"])
+def test_an_interrupt_at_any_call_of_it_leaves_the_setting(
+    method: str, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = getattr(garbage_collection._Pauses, method)
+
+    def interrupted(pauses: Any, pause: object) -> None:
+        monkeypatch.setattr(garbage_collection._Pauses, method, called)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(garbage_collection._Pauses, method, interrupted)
+    with pytest.raises(KeyboardInterrupt), without_collection():
+        assert method == "end"
+    assert gc.isenabled()
+    with without_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -6,10 +6,13 @@ import _signal  # type: ignore[import-not-found]
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from test.support.failures import PATIENCE_S
 from zero_opt.system import interrupts
 from zero_opt.system.interrupts import uninterrupted
 
@@ -123,3 +126,54 @@ def test_a_handler_that_another_one_has_put_in_stays(handled: list[int]) -> None
     with uninterrupted():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert found == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_child_that_another_thread_forks_has_the_handlers(depth: int, handled: list[int]) -> None:
+    def fork() -> int:
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = 0
+        for number in SIGNALS:
+            try:
+                os.kill(os.getpid(), number)
+            except LookupError:
+                found += 1
+        os._exit(found)
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stretches:
+        for _ in range(depth):
+            stretches.enter_context(uninterrupted())
+        assert pool.submit(fork).result(PATIENCE_S) == len(SIGNALS)
+    assert not handled
+    with pytest.raises(LookupError):
+        os.kill(os.getpid(), SIGNALS[0])
+
+
+def test_a_handler_may_fork_within(handled: list[int]) -> None:
+    statuses: list[int] = []
+
+    def fork(number: int, _: object) -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.getsignal(signal.SIGUSR1) is fork)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    signal.signal(signal.SIGUSR1, fork)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert statuses[-1] == 1 and len(statuses) == 2
+    assert signal.getsignal(signal.SIGUSR1) is fork
+
+
+def test_two_handlers_that_raise_as_they_are_put_back_leave_none_replaced(
+    handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts, "_signal", _At(3))
+        with pytest.raises(LookupError):
+            _send([], handled)
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before

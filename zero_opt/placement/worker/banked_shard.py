@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ...kernels import sum_count
 from ...sharding.buckets import GradBucket
 from ...system.extension import native
+from ...system.failures import on_failure
 from ...system.shared_memory import Arena
 from ..interface import ParamState
 from ..state_shard import Kept
@@ -96,14 +98,19 @@ class BankedShard(ArenaShard):
         """Let the banks count, and be shown, that the step has written."""
         super().count_step(positions, numbers)
         for position in (position for position in positions if self.bank[position] != self._written[position]):
-            self.bank[position] = self._written[position]
-            self._copies.pop(position, None)
-            if position in self._views and not self.compact:
-                _, before = self._views[position]
-                after = self._other.pop(position, {})
-                if after.keys() != before.keys():
-                    after = self._shown(position)
-                if "step" in before:
-                    after["step"] = before["step"]  # there is one
-                self._renew_view(position, after)
-                self._other[position] = before
+            with on_failure(partial(self.bank.__setitem__, position, self.bank[position])):
+                self.bank[position] = self._written[position]
+                self._show_bank(position)
+
+    def _show_bank(self, position: int) -> None:
+        """Let the views that users hold of a slice show the bank that counts now."""
+        self._copies.pop(position, None)
+        if position in self._views and not self.compact:
+            _, before = self._views[position]
+            after = self._other.pop(position, {})
+            if after.keys() != before.keys():
+                after = self._shown(position)
+            if "step" in before:
+                after["step"] = before["step"]  # there is one
+            self._renew_view(position, after)
+            self._other[position] = before
