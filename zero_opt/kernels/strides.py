@@ -43,7 +43,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def run_of(values: Tensor) -> Tensor:
-    """Return the elements of a contiguous tensor in 1-D, with stride 1. One of one element may have any strides."""
+    """Return the elements of a dense tensor in 1-D, as they lie in memory. One of one element may have any strides."""
     return values.as_strided((values.numel(),), (1,))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..system.inference_mode import outside_inference_mode, version_of
+from ..kernels.code_watch import write_mark
+from ..system.inference_mode import outside_inference_mode
 from ..system.same_objects import memory_of
 
 
@@ -29,9 +30,9 @@ class MadeState(Mapping[str, Any]):
         return False
 
 
-def _signs_of(value: Any) -> object:
-    """Return what changes with a value; it holds the value's memory, so that no other comes to lie at that address."""
-    return (version_of(value), memory_of([value]), value.untyped_storage()) if isinstance(value, Tensor) else None
+def _mark_of(value: Any) -> object:
+    """Return what changes with a value: its write mark, and how its elements lie."""
+    return (write_mark(value), memory_of([value])) if isinstance(value, Tensor) else None
 
 
 class ReadThrough(MutableMapping[str, Any]):
@@ -60,7 +61,7 @@ class ReadThrough(MutableMapping[str, Any]):
             with outside_inference_mode():  # users may write to it later
                 value = self._saved[key]
             self._values[key] = value
-            self._made[key] = value, _signs_of(value)
+            self._made[key] = value, _mark_of(value)
         return self._values[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -126,7 +127,7 @@ class ReadThrough(MutableMapping[str, Any]):
         if key not in self._made:
             return key in self._values
         value, (made, marks) = self._values.get(key), self._made[key]
-        return value is not made or _signs_of(value) != marks
+        return value is not made or _mark_of(value) != marks
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -143,7 +144,7 @@ class ReadThrough(MutableMapping[str, Any]):
                 now = self._saved.get(key)
                 if now is not None and (now.dtype, now.shape) == (value.dtype, value.shape):
                     self._values[key] = value.copy_(now)
-                    self._made[key] = value, _signs_of(value)
+                    self._made[key] = value, _mark_of(value)
 
     def forget_live(self) -> None:
         """Show what there is now of values in the state's own memory: what users write to these needs no adoption."""

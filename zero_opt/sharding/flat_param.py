@@ -153,10 +153,7 @@ class FlatParam:
         self.mirrored = not is_dense(param.shape, param.stride())
         self.strides = contiguous_strides(param.shape) if self.mirrored else param.stride()
         source = param.data  # unlike detach(), with a version counter of its own
-        if self.mirrored:
-            self.flat = run_of(source.contiguous())
-        else:
-            self.flat = source.as_strided((param.numel(),), (1,), param.storage_offset())
+        self.flat = run_of(source.contiguous() if self.mirrored else source)
 
     @property
     def edits(self) -> int:

@@ -22,9 +22,7 @@ def test_what_is_missing_is_found_in_order(there: set[int], size: int) -> None:
     keys = [f"at/{number}" for number in range(size)]
     absent = [key for number, key in enumerate(keys) if number not in there]
     assert missing(check, keys) == absent
-    halvings = max(
-        len(keys) - 1, 0
-    ).bit_length()  # on the way to one key, after each of which both halves are asked for
+    halvings = max(len(keys) - 1, 0).bit_length()  # to come to one key; each asks for both halves
     assert len(asked) <= 1 + 2 * len(absent) * halvings
     assert values(store, [key for key in keys if key not in absent]) == [
         f"{number}".encode() for number in range(size) if number in there
