@@ -16,6 +16,7 @@ from ..errors import StateDictError, quoted
 from ..field_checks import plain_number
 from ..kernels.adam_state import MAXIMUM, STORED_KEYS
 from ..kernels.checks import may_be_count, oddity
+from ..kernels.strides import resolved
 from ..kernels.table import NATIVE_CLASSES
 from ..layout import ParamSlice
 from ..placement.native_rules import COLUMN_KEYS
@@ -190,8 +191,7 @@ def _materialized(state: Mapping[str, Any], *, in_full: bool) -> Mapping[str, An
     def plain(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        full: Tensor = value.full_tensor() if in_full and is_dtensor(value) else value  # type: ignore[attr-defined]
-        return full.resolve_conj().resolve_neg() if full.is_conj() or full.is_neg() else full
+        return resolved(value.full_tensor() if in_full and is_dtensor(value) else value)  # type: ignore[attr-defined]
 
     made = {key: plain(value) for key, value in state.items()}
     return made if any(made[key] is not value for key, value in state.items()) else state

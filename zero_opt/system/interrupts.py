@@ -71,7 +71,6 @@ class _Stretch:
 
     def put_back(self) -> None:
         """Put the handlers back, but for those in whose place a handler has put another."""
-        self.over = True
         while self._left:
             number = self._left.pop()
             try:
@@ -88,10 +87,8 @@ class _Stretch:
 
 def _handler(number: int, found: Callable[..., Any]) -> Callable[..., Any]:
     """Return a signal's handler, also where a stretch that is over could not put it back, and calls it."""
-    stretch = getattr(found, "__self__", None)
-    while isinstance(stretch, _Stretch) and stretch.over:
+    while isinstance(stretch := getattr(found, "__self__", None), _Stretch) and stretch.over:
         found = stretch.handlers[number]
-        stretch = getattr(found, "__self__", None)
     return found
 
 
@@ -103,6 +100,7 @@ def _end_in_child() -> None:
     """Put handlers back in a child that another thread has forked: there, the main thread ends no stretch."""
     for stretch in reversed(_stretches):
         if stretch.thread != threading.get_ident():
+            stretch.over = True
             stretch.put_back()
 
 
