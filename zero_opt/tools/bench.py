@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -195,9 +196,12 @@ def _resident(device: torch.device) -> int:
     """Bytes of this process and its workers, of shared memory a part; or of its device."""
     if not is_host(device):
         return torch.accelerator.memory_allocated(device)
-    children = [word for path in Path("/proc/self/task").glob("*/children") for word in path.read_text().split()]
+    pids = ["self"]
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += path.read_text().split()
     total = 0
-    for pid in ("self", *children):
+    for pid in pids:
         with suppress(OSError):  # it has ended
             found = re.search(r"^Pss: *(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
             total += 1024 * int(found[1]) if found else 0
@@ -262,8 +266,9 @@ def _measure(bench: Bench, way: Way, data: Tensor, most: Callable[..., float]) -
 def _rank(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any, failures: Any) -> None:
     try:
         _measure_all(rank, bench, store, meeting, results)
-    except ZeroOptError as error:
-        failures.put((rank, *name_and_text(error)))
+    except Exception as error:
+        told = name_and_text(error) if isinstance(error, ZeroOptError) else ["", traceback.format_exc()]
+        failures.put((rank, *told))
         raise
 
 
@@ -335,16 +340,17 @@ def run(bench: Bench, note: Callable[[str, int, int], None] = lambda *_: None) -
 
 
 def _ended(ranks: Any, failures: Any) -> bool:
-    """Return whether all processes have ended, after a moment. Raise the error that one has ended with."""
+    """Return whether all processes have ended, after a moment. Raise the error of the first that has failed."""
     try:
         return bool(ranks.join(_LOOK_AGAIN_S))
     except ProcessExitedException as error:
         how = error.signal_name or f"exit code {error.exit_code}"
         raise PeerLost(f"rank {error.error_index} was ended ({how}); if that is SIGKILL, memory may be short") from None
     except ProcessRaisedException:
-        if failures.empty():
-            raise
-        raise error_of_rank(*failures.get()) from None
+        rank, name, text = failures.get()
+        if name:
+            raise error_of_rank(rank, name, text) from None
+        raise ProcessRaisedException(text, rank, ranks.processes[rank].pid) from None
 
 
 def _check_alone() -> None:

@@ -7,12 +7,15 @@ import math
 import resource
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -120,6 +123,46 @@ NUMBERS = ({"numel": 0.0}, {"numel": math.inf}, {"ranks": 0}, {"rows": 0}, *({"s
 def test_mistakes(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Bench(**{"numel": 1e4, **given})
+
+
+def test_the_rank_that_has_failed_first_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ranks:
+        processes = (SimpleNamespace(pid=4710), SimpleNamespace(pid=4711))
+
+        def join(self, timeout: float) -> bool:
+            raise ProcessRaisedException("rank 1 ended because of rank 0, and before it", 1, 4711)
+
+    def fail(*_: object) -> None:
+        raise KeyError("of rank 0")
+
+    failures = mp.get_context("spawn").SimpleQueue()
+    monkeypatch.setattr(benching, "_measure_all", fail)
+    with pytest.raises(KeyError):
+        benching._rank(0, Bench(1e4), "", None, None, failures)  # type: ignore[arg-type]
+    failures.put((1, "PeerLost", "rank 0 has ended"))
+    with pytest.raises(ProcessRaisedException, match=r"(?s)in fail.*KeyError: 'of rank 0'") as raised:
+        benching._ended(Ranks(), failures)
+    assert (raised.value.error_index, raised.value.error_pid) == (0, 4710)
+
+
+def test_memory_is_measured_while_threads_end() -> None:
+    over = threading.Event()
+
+    def start_threads() -> None:
+        while not over.is_set():
+            brief = threading.Thread(target=lambda: None)
+            brief.start()
+            brief.join()
+
+    threads = [threading.Thread(target=start_threads) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(benching._resident(torch.device("cpu")) > 0 for _ in range(500))
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("code", "name", "how"), [(-9, "SIGKILL", "SIGKILL"), (3, None, "exit code 3")])
