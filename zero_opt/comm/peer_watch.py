@@ -53,8 +53,8 @@ _ANY_CALL = 1 << 62
 _SAID_S = 0.05
 # Seconds after which a wait for another rank is mentioned in the log.
 WARN_AFTER_S = 30.0
-# Calls in which this rank is in a step.
-_IN_STEPS = ("step()", "clip_grad_norm_()", "scaler.unscale_()")
+# Calls in which this rank is in a step, and the one that all ranks have come to before there is a watch.
+_IN_STEPS, _MET = ("step()", "clip_grad_norm_()", "scaler.unscale_()"), "ShardedOptimizer()"
 
 
 class Watch:
@@ -94,7 +94,7 @@ class Watch:
     def begin(self, call: str) -> None:
         """Note, for messages, the call that this rank begins; "" is a message in the middle of one."""
         if call:
-            self.call, self._together = call, False
+            self.call, self._together = call, call == _MET
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective of all ranks, and return when it is over.

@@ -99,6 +99,8 @@ def test_ranks_that_have_come_to_a_call_are_not_said_to_be_in_another(watch: Wat
     assert watch.alone([1]) == "all ranks called sharded_state_dict()"
     watch.begin("step()")
     assert watch.alone([1]) == "rank 0 called step(), rank 1 did not, of this optimizer"
+    watch.begin("ShardedOptimizer()")  # whose ranks have met before they wait for each other
+    assert watch.alone([1]) == "all ranks called ShardedOptimizer()"
 
 
 class _Done:
