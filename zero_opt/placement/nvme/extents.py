@@ -196,6 +196,16 @@ class Extent:
         numel = self._window_numel(most_nbytes, arrays)
         return sum(array_nbytes(role, dtype, numel) for role, dtype in arrays.items())
 
+    def copied_nbytes(self, most_nbytes: float, arrays: Mapping[str, torch.dtype]) -> int:
+        """Bytes that a step makes beside the largest window: results, two at a time, and copies from an accelerator.
+
+        fp32 results there are the masters. What is copied from there is gradients.
+        """
+        shard, numel = self.shards[0][1], self._window_numel(most_nbytes, arrays)
+        apart = shard.direct or shard.splits or shard.param_dtype is not torch.float32
+        grads = 0 if is_host(shard.bucket.device) else shard.bucket.shard_dtype.itemsize
+        return numel * (2 * apart * shard.param_dtype.itemsize + grads)
+
     def windows(self, most_nbytes: float, number: int) -> Iterator[tuple[FileWindow, list[Segment]]]:
         """All windows, numbered from ``number`` on, with the parts of slices in them."""
         if not self._numel:

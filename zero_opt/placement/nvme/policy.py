@@ -25,10 +25,12 @@ class NVMePolicy(NativePolicy[NVMeOffload]):
         return NVMePlacement(self.offload, self.inputs.defaults, self.kept, self.threads)
 
     def memory(self, buckets: Sequence[GradBucket], inputs: MemoryInputs) -> Tally:
-        tally, largest = reduced_gradients(buckets), 0
+        tally, largest, copied, most = reduced_gradients(buckets), 0, 0, self.offload.window_mb * 2**20
         for extent in extents_of(buckets, self.kept):
             arrays = extent.missing(self.update.roles(inputs.hypers[extent.group]))
             extent.add_memory(tally, arrays)
-            largest = max(largest, extent.window_nbytes(self.offload.window_mb * 2**20, arrays))
+            largest = max(largest, extent.window_nbytes(most, arrays))
+            copied = max(copied, extent.copied_nbytes(most, arrays))
         tally["staging", HOST_MEMORY, "windows"] += BUFFERS * largest
+        tally["buffers", HOST_MEMORY, "results of windows"] += copied
         return tally

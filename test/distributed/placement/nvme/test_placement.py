@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of, step_copies_of_params
 from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
 from test.support.worker_training import DTYPES, LRS, NATIVE, OVERLAPPED, SHAPES, backward, make_params, simulate
+from zero_opt.placement.nvme.extents import Segment
+from zero_opt.placement.nvme.step import FileStep
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 
@@ -181,6 +185,29 @@ def test_its_memory_is_three_windows(tmp_path: Path) -> None:
     assert len(placement._windows) == 8
     assert placement._disk.file.nbytes == 2 * 4 * param.numel()
     optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_that_are_made_beside_windows_are_estimated(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a window are there until those of the next one are."""
+    param, offload, made = nn.Parameter(torch.zeros(1 << 16, dtype=dtype)), in_file(tmp_path, window_mb=1 / 8), [0]
+    land = FileStep._land
+
+    def count(step: FileStep, parts: Sequence[Segment], results: Sequence[Tensor]) -> None:
+        made.append(sum(result.nbytes for result in results))
+        land(step, parts, results)
+
+    monkeypatch.setattr(FileStep, "_land", count)
+    optimizer = make([param], tmp_path, offload=offload)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.close()
+    meta = torch.empty_like(param, device="meta").requires_grad_()
+    found = zero_opt.estimate([meta], 1, optimizer_class=torch.optim.AdamW, offload=offload, device="cpu")
+    told = {row.name: row.nbytes for row in found.rows}
+    assert told["results of windows"] == max(map(sum, pairwise(made)))
 
 
 @pytest.mark.parametrize(("state_mb", "most_mb", "window_mb"), [(2, 64, 2), (12, 64, 4), (96, 64, 6), (96, 4, 4)])
