@@ -235,6 +235,12 @@ class VisibleState:
             self._unedited = self._unedited is not False
             return
         self._unedited = False
+        for key in self._owner.state:
+            if not isinstance(key, Tensor):
+                raise StateDictError(
+                    f"opt.state has an entry under {quoted(key)}, which is no parameter: it would be in no checkpoint; "
+                    "keep it outside of the optimizer"
+                )
         self._part_exchanged()
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()

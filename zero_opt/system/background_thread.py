@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -121,7 +122,7 @@ class SerialThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name, self._interrupt, self.busy = name, interrupt, BusySeconds()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
 
     def close(self) -> None:
         """Let the thread end once it has run what is queued; does not wait for it."""
@@ -152,14 +153,16 @@ class SerialThread:
         return self._queue(lane, call, arguments)
 
     def _queue(self, lane: Lane | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        _left.discard(self.begin())
+        self.begin()
+        if self._thread is not None:
+            _left.discard(self._thread)
         future: Future[Any] = Future()
         self._jobs.put((future, lane, call, arguments))
         return future
 
-    def begin(self) -> threading.Thread:
+    def begin(self) -> None:
         """Let the thread run before the first call; raises what :meth:`submit` raises."""
-        if self._thread is None:
+        if self._thread is None and not self._forked:
             if _over.is_set():
                 raise RuntimeError("can't start a thread once the interpreter's exit has begun")
             thread = threading.Thread(target=_run, args=(self._jobs, thread_device(), self.busy), name=self._name)
@@ -167,7 +170,6 @@ class SerialThread:
                 _threads.start(thread)
                 self._thread = thread
                 _running[thread] = (self._jobs, self._interrupt)
-        return self._thread
 
     def leave(self) -> None:
         """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more."""
@@ -191,7 +193,11 @@ class SerialThread:
     @property
     def ended(self) -> bool:
         """Whether calls would not be run: interpreter exit has begun, or this is a fork, or it was closed."""
-        return _over.is_set() or self._closed or (self._thread is not None and not self._thread.is_alive())
+        return _over.is_set() or self._closed or self._forked or (self._thread is not None and not self.runs)
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
 
     @property
     def is_current(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import sys
@@ -12,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from .log import log
 
 PAGE = mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
+# Linux's MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE.
+_PRIVATE_THERE = 0x02 | 0x10 | 0x4000
 
 
 def page_aligned(nbytes: int) -> int:
@@ -59,21 +62,70 @@ def close_own(fd: int) -> None:
         log.warning("the program has closed file descriptor %d, which is zero_opt's (os.closerange, say)", fd)
 
 
+class _Mapping(NamedTuple):
+    """Memory that is mapped from byte ``start`` of a file on; which file that is, as a descriptor may be used again."""
+
+    address: int
+    nbytes: int
+    fd: int
+    start: int
+    file: tuple[int, int]
+
+    def isolate(self) -> None:
+        """Let what is written here from now on stay in this process, unless the descriptor is closed."""
+        with contextlib.suppress(OSError):
+            if _file_of(self.fd) == self.file:
+                _mmap(self.address, self.nbytes, _PRIVATE_THERE, self.fd, self.start)
+
+
+# By number, those that this process has made.
+_mappings: dict[int, _Mapping] = {}
+_numbers = itertools.count()
+
+
+def _isolate_all() -> None:
+    """In a child that is forked, keep its writes from the memory of the process, and of the others that map it."""
+    for mapping in [*_mappings.values()]:
+        mapping.isolate()
+
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_isolate_all)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _mmap(address: int | None, nbytes: int, flags: int, fd: int, start: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, protection = ctypes.c_void_p, mmap.PROT_READ | mmap.PROT_WRITE
+    where, length, offset = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(start)
+    found: int | None = libc.mmap(where, length, protection, flags, fd, offset)
+    if found is None or found == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _unmap(number: int, address: int, nbytes: int) -> None:
+    del _mappings[number]  # before another mapping can have the address
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
 def mapped_bytes(fd: int, nbytes: int, start: int = 0) -> Tensor:
     """Return bytes of an open file, from ``start`` on, mapped until the last tensor over them is gone.
 
+    What a child that is forked writes there stays in the child, as with all other memory, while ``fd`` is open.
     Python's ``mmap`` would keep a descriptor of its own open for as long.
 
     Raises:
         OSError: the system refuses.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, arguments = ctypes.c_void_p, (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
-    address = libc.mmap(None, ctypes.c_size_t(nbytes), *arguments, ctypes.c_long(start))
-    if address in (None, _MAP_FAILED):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    unmap = weakref.finalize(memory, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    address = _mmap(None, nbytes, mmap.MAP_SHARED, fd, start)
+    memory, number = (ctypes.c_uint8 * nbytes).from_address(address), next(_numbers)
+    _mappings[number] = _Mapping(address, nbytes, fd, start, _file_of(fd))
+    unmap = weakref.finalize(memory, _unmap, number, address, nbytes)
     unmap.atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)  # holds the memory
 

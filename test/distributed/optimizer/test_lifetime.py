@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -54,6 +55,60 @@ def test_a_forked_child_that_drops_it_does_not_disturb_the_parent() -> None:
         plain = run_processes(2, _fork_between_steps, False, exchange)
         for ours, theirs in zip(run_processes(2, _fork_between_steps, True, exchange), plain, strict=True):
             assert_bitwise(ours, theirs)
+
+
+def _train_in_child(optimizer: Any, backward: Callable[[], None]) -> None:
+    """Write to state, reduce gradients, begin rounds and void them, step."""
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            if value.dim():
+                value.mul_(3)
+    for _ in range(2):
+        backward()
+    with contextlib.suppress(zero_opt.ZeroOptError):
+        optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward()
+    optimizer.zero_grad()
+
+
+def _fork_a_trainer(rank: int, world_size: int, at: int | None, options: dict[str, Any]) -> list[Tensor]:
+    actor = rank_actor(rank, cls=zero_opt.CPUAdamW, **options)
+    for number in range(3):
+        actor.backward(number, everyone=True)
+        if at == number:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(100)  # should it hang, nobody else would end it
+                _train_in_child(actor.optimizer, lambda: actor.backward(7, everyone=True))
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        actor.optimizer.step()
+        actor.optimizer.zero_grad()
+    actor.optimizer.flush()
+    return [param.detach().clone() for param in actor.params]
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"reduction": zero_opt.Overlapped()}, id="one bucket"),
+        pytest.param({"reduction": zero_opt.Overlapped(BUCKET_MB)}, id="buckets"),
+        pytest.param({"reduction": zero_opt.Overlapped(BUCKET_MB, exchange="backend")}, id="backend"),
+        pytest.param({"offload": zero_opt.WorkerOffload(threads=1)}, id="worker"),
+        pytest.param({"offload": zero_opt.WorkerOffload(threads=1, speculate=True)}, id="speculate"),
+        pytest.param({"offload": zero_opt.NVMeOffload(".", threads=1)}, id="nvme"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forked_child_that_trains_does_not_disturb_the_ranks(
+    world_size: int, options: dict[str, Any], at: int
+) -> None:
+    plain = run_processes(world_size, _fork_a_trainer, None, options)
+    for ours, theirs in zip(run_processes(world_size, _fork_a_trainer, at, options), plain, strict=True):
+        assert_bitwise(ours, theirs)
 
 
 def _collected_in(collect: Callable[[], object]) -> None:

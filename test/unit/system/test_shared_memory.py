@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from zero_opt.system.shared_memory import (
     Arena,
     GrowingArena,
     allocation_errors,
+    mapped_bytes,
     memory_errors,
     memory_left,
     page_aligned,
@@ -26,6 +28,46 @@ from zero_opt.system.shared_memory import (
 
 def test_pages() -> None:
     assert [page_aligned(n) for n in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
+
+
+def _in_child(write: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        write()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_a_forked_child_writes_stays_there() -> None:
+    arena = Arena.create("test", 3 * PAGE)
+    earlier, offset = arena.bytes[2 * PAGE :], mapped_bytes(arena.fd, PAGE, PAGE)
+    arena.bytes.fill_(1)
+
+    def write() -> None:
+        assert arena.bytes.eq(1).all() and offset.eq(1).all()
+        arena.bytes.fill_(2)
+        offset.fill_(3)
+        assert earlier.eq(2).all() and offset.eq(3).all()
+
+    _in_child(write)
+    assert arena.bytes.eq(1).all()
+    arena.bytes.fill_(4)  # still shared with other processes
+    assert os.pread(arena.fd, 1, PAGE) == b"\x04"
+
+
+def test_a_descriptor_that_is_used_again_is_not_mapped_in_a_child(tmp_path: Path) -> None:
+    arena = Arena.create("test", PAGE)
+    fd, memory = arena.fd, arena.bytes.fill_(1)
+    arena.close()
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(other, PAGE)
+    assert os.dup2(other, fd) == fd
+    try:
+        _in_child(lambda: None if memory.eq(1).all() else os._exit(1))
+    finally:
+        os.close(other)
+        if other != fd:
+            os.close(fd)
 
 
 def test_two_mappings_share_memory() -> None:
