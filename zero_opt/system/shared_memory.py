@@ -80,7 +80,7 @@ class _Mapping(NamedTuple):
 
 # By number, those that this process has made.
 _mappings: dict[int, _Mapping] = {}
-_numbers = itertools.count()
+_mapping_numbers = itertools.count()
 
 
 def _isolate_all() -> None:
@@ -123,7 +123,7 @@ def mapped_bytes(fd: int, nbytes: int, start: int = 0) -> Tensor:
         OSError: the system refuses.
     """
     address = _mmap(None, nbytes, mmap.MAP_SHARED, fd, start)
-    memory, number = (ctypes.c_uint8 * nbytes).from_address(address), next(_numbers)
+    memory, number = (ctypes.c_uint8 * nbytes).from_address(address), next(_mapping_numbers)
     _mappings[number] = _Mapping(address, nbytes, fd, start, _file_of(fd))
     unmap = weakref.finalize(memory, _unmap, number, address, nbytes)
     unmap.atexit = False

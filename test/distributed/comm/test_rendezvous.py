@@ -180,26 +180,6 @@ def test_a_rank_that_was_given_up_hears_in_which_call() -> None:
     assert second.startswith(f"rank 0 has given up waiting for this one: {first}")
 
 
-def _all_try_again(rank: int, world_size: int) -> Tensor:
-    """Rank 0 calls alone, twice, and gives up; then all call."""
-    store, model = _store_of_ranks(), torch.nn.Linear(3, 3)
-    if rank == 0:
-        for _ in range(2):
-            with pytest.raises(zero_opt.PeerSilent, match="did not come to broadcast_params"):
-                zero_opt.broadcast_params(model)
-        store.set("told 0", "")
-    store.wait(["told 0"], timedelta(seconds=PATIENCE_S))
-    zero_opt.broadcast_params(model)
-    return model.weight.detach()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_of_which_one_has_called_alone_meet_where_all_call_again(world_size: int) -> None:
-    first, *others = run_processes(world_size, _all_try_again, group_timeout=8)
-    for other in others:
-        assert_bitwise(other, first)
-
-
 def _one_of_a_subgroup_does_not_come(rank: int, world_size: int) -> str:
     group, store = dist.new_group([0, 2], timeout=timedelta(seconds=8)), _store_of_ranks()
     if rank != 0:
