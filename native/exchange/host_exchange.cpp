@@ -141,7 +141,7 @@ HostProgress HostRanks::reduce(const ExchangeIdent& ident, const HostBucket& buc
       const std::int64_t most = run.data == nullptr ? kZeroBytes / item : high - low;
       for (std::int64_t from = low; from < high; from += most) {
         for (int rank = 0; rank < world_size(); ++rank) {
-          sources[rank] = staged_[rank] + place(rank, rank_) + (from - range.low) * item;
+          if (rank != rank_) sources[rank] = staged_[rank] + place(rank, rank_) + (from - range.low) * item;
         }
         sources[rank_] = run.data == nullptr ? kZeros : run.data + (from - run.start) * item;
         kernels.mean({std::min(most, high - from), world_size(), divisor_, bucket.format, run.add, sources.data(),

@@ -217,8 +217,7 @@ struct Block8InRegisters {
     m = (AvxWords)next.exp_avg;
     v = (AvxWords)next.exp_avg_sq;
     const AvxInts magnitude = (AvxInts)(m & kMagnitude);
-    // Never negative; a NaN with a sign can only come from a gradient that makes exp_avg one too.
-    const AvxInts magnitude_sq = (AvxInts)v;
+    const AvxInts magnitude_sq = (AvxInts)(v & kMagnitude);  // a NaN may have a sign
     most = magnitude > most ? magnitude : most;
     most_sq = magnitude_sq > most_sq ? magnitude_sq : most_sq;
   }

@@ -13,6 +13,8 @@ from zero_opt import _native
 
 ISAS = _native.isas()
 COMPACT = (torch.bfloat16, torch.uint8)
+# Elements of an array of 8-bit moments by the end of its name, and dtypes.
+_EIGHT_BIT, _DTYPE = {"": (64,), "_base": (1,)}, (torch.uint8, torch.int16)
 
 
 def moments(numel: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -27,6 +29,28 @@ def test_what_the_format_holds_is_kept_whatever_the_step(n: int, seed: int, dtyp
     once = unpacked(packed(moments(n, seed), dtype, isa=isa), isa)
     for number in (1.0, 2.0, 77.0):
         assert all(same_bits(a, b) for a, b in zip(once, unpacked(packed(once, dtype, number=number), isa)))
+
+
+def _after_infinity(isa: str) -> list[dict[str, Tensor]]:
+    """The state after each of three steps with beta2 = 0, of which the first gradient's square becomes infinite."""
+    codes = {f"{role}{part}": torch.zeros(*of) for role in ("exp_avg", "exp_avg_sq") for part, of in _EIGHT_BIT.items()}
+    state = {"param": torch.ones(64), **{role: codes[role].to(_DTYPE[role[-4:] == "base"]) for role in codes}}
+    hypers = _native.Hypers("adam", lr=1e-3, beta1=0.9, beta2=0.0, eps=1e-8, weight_decay=0.0, decoupled=1.0)
+    seen = []
+    for number, value in ((1.0, 1.84e19), (2.0, 1.0), (3.0, 1.0)):
+        places, grad = {role: array.data_ptr() for role, array in state.items()}, torch.full((64,), value)
+        run = _native.UpdateRun(64, places, grad_dtype="float32", moment_dtype="uint8", step=number)
+        _native.update_step([(hypers, [run], [grad.data_ptr()])], isa=isa)
+        seen.append({role: array.clone() for role, array in state.items()})
+    return seen
+
+
+def test_a_nan_with_a_sign_is_the_same_on_every_isa() -> None:
+    reference = _after_infinity(ISAS[0])
+    assert reference[1]["param"].isnan().all()
+    for isa in ISAS:
+        for expected, found in zip(reference, _after_infinity(isa), strict=True):
+            assert all(same_bits(expected[role], found[role]) for role in expected)
 
 
 @given(st.integers(0, 1000), st.integers(0, 5), st.sampled_from(COMPACT))

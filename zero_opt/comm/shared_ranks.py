@@ -56,6 +56,7 @@ class SharedRanks:
     def __init__(self, group: Group, own: Arena, peers: Sequence[SharedPeer], *, divisor: int = 0) -> None:
         """``divisor``: of what :meth:`reduce` adds up; 0 for the number of ranks."""
         self._group, self._closed, self._pid, self._reading = group, False, os.getpid(), threading.Lock()
+        self._ended_by: PeerLost | None = None
         self._own, self._peers = own, {peer.rank: peer for peer in peers}
         self.nbytes = own.bytes.numel()
         arenas = {group.rank: own, **{peer.rank: peer.arena for peer in peers}}
@@ -85,16 +86,24 @@ class SharedRanks:
         return self.reduce(ident, native_bucket([], [0] * (len(self._ranks) + 1), torch.float32), 0)
 
     def _complete(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
-        """Go through all pieces of an exchange; returns ``False`` if a peer went on without it."""
+        """Go through all pieces of an exchange; returns ``False`` if a peer went on without it.
+
+        One that a lost rank has ended is the last one: other ranks may still read what this rank has published for it.
+        """
         with self._reading, self._group.exchanging():
-            return self._go_through(ident, advance)
+            try:
+                return self._go_through(ident, advance)
+            except PeerLost as error:
+                self._ended_by = self._ended_by or error
+                self.leave()
+                raise
 
     def _go_through(self, ident: Ident, advance: Callable[[int, float], tuple[int, int, int]]) -> bool:
         deadline, published, look = time.monotonic() + self._group.timeout_s, 0, None
         while True:
             if self._closed:
                 closed = OptimizerClosed("closed while an exchange with the other ranks was under way")
-                raise self._group.explain("", 0.0) or closed
+                raise self._ended_by or self._group.explain("", 0.0) or closed
             state, turn, came = advance(published, _SLICE_S)
             if state != _NOT_YET:
                 return state != _PASSED
@@ -107,7 +116,9 @@ class SharedRanks:
             if self._peers[rank].gone():
                 # It may have published just before it left.
                 state, still, published = advance(published, 0.0)
-                if state == _NOT_YET and still == turn:
+                if state != _NOT_YET:
+                    return state != _PASSED
+                if still == turn:
                     raise self._lost(rank, ident)
             elif time.monotonic() > deadline:
                 raise self._group.leave_silent(
@@ -132,9 +143,9 @@ class SharedRanks:
 
     def leave(self) -> None:
         """Set this rank's byte; a forked child, which shares the memory, leaves the byte as it is."""
-        self._closed = True
-        if os.getpid() == self._pid and self._own.bytes.numel():
-            self._own.bytes[_LEFT_AT] = 1
+        self._closed, own = True, self._own.bytes  # which another thread may unmap
+        if os.getpid() == self._pid and own.numel():
+            own[_LEFT_AT] = 1
 
     def close(self) -> None:
         """End an exchange that still waits for a peer, with an error, and unmap all memory."""

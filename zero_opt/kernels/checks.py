@@ -129,6 +129,8 @@ def _reach(tensor: Tensor) -> int:
 
 def reaches_beyond(tensor: Tensor) -> bool:
     """Return whether the storage was made smaller than the tensor over it."""
+    if not tensor.numel():  # a view of nothing may begin anywhere
+        return False
     reach = tensor.nbytes if tensor.is_contiguous() else _reach(tensor)
     return tensor.storage_offset() * tensor.itemsize + reach > tensor.untyped_storage().nbytes()
 

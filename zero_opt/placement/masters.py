@@ -181,11 +181,12 @@ class MasterShard(FollowedParams, ABC):
 
     def write_params(self, positions: Sequence[int]) -> None:
         """Bring what was stepped into the parameters; on an accelerator, in the order of its current stream."""
-        write_all([(self, positions)])
+        with own_writes([self.flats[position] for position in positions]):
+            write_counted([(self, positions)])
 
 
-def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: int | None = None) -> None:
-    """As :meth:`MasterShard.write_params` of each, in one call.
+def write_counted(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: int | None = None) -> None:
+    """As :meth:`MasterShard.write_params` of each, in one call; the caller counts the writes, see :class:`OwnWrites`.
 
     Args:
         threads: at most so many copy what lies in host memory; ``None`` is the default.
@@ -195,29 +196,27 @@ def write_all(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, threads: i
     for shard, positions in shards:
         flats += (shard.flats[position] for position in positions)
         copies += shard.copies(positions)
-    write_copies(flats, copies, threads=threads)
+    _copy(flats, copies, threads)
 
 
-def write_copies(
-    flats: Sequence[FlatParam], copies: Iterable[tuple[Tensor, Tensor]], *, threads: int | None = None
-) -> None:
-    """Copy to parameters, given as the pairs of 1-D runs of theirs and of what is copied, without counting an edit.
+def write_copies(flats: Sequence[FlatParam], copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to parameters, given as the pairs of 1-D runs of theirs and of what is copied, without counting an edit."""
+    with own_writes(flats):
+        _copy(flats, copies)
 
-    Args:
-        threads: as for :func:`write_all`.
-    """
+
+def _copy(flats: Iterable[FlatParam], copies: Iterable[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
     native: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     kernel = native_available()
     for target, source in copies:
         plain = kernel and target.is_cpu and source.is_cpu and target.dtype is source.dtype
         (native if plain else others).append((target, source))
-    with own_writes(flats):
-        if native:
-            targets, sources = zip(*native, strict=True)
-            copy_(targets, sources, threads=threads)
-        if others:
-            targets, sources = zip(*others, strict=True)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        for flat in flats:
-            flat.store()
+    if native:
+        targets, sources = zip(*native, strict=True)
+        copy_(targets, sources, threads=threads)
+    if others:
+        targets, sources = zip(*others, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    for flat in flats:
+        flat.store()

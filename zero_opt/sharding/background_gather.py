@@ -20,7 +20,7 @@ from ..system.inference_mode import outside_inference_mode
 from ..system.phases import Phase, Seconds
 from ..system.stages import CallStages, Lane
 from .buckets import GradBucket
-from .gather import ParamGather
+from .gather import Arrivals, ParamGather
 from .late_params import LateParams, Unwatched
 from .partition import Partition
 
@@ -125,7 +125,9 @@ class BackgroundGather(ParamGather):
         self._last, (_, stepped) = self._exchanges[bucket.device.type], bucket.streams.produced()
         thread, ident = self._thread_of(self._last), self._next_ident()
         lane = Lane("gather", ident.sequence % (self._last.gathers_ahead + 1))
-        arriving = thread.submit_stages(lane, self._gather_one, bucket, ident, updated, stepped, failed)
+        arrivals = self._expected(bucket, updated)
+        arrivals.own.count()
+        arriving = thread.submit_stages(lane, self._gather_one, bucket, ident, arrivals, stepped, failed)
         self._arriving[bucket.layout.index] = arriving
 
     def end(self) -> Sequence[int]:
@@ -139,15 +141,15 @@ class BackgroundGather(ParamGather):
         return self._thread if exchange.blocks else CallingThread()
 
     def _gather_one(
-        self, bucket: GradBucket, ident: Ident, updated: Collection[int], stepped: Any, failed: bool
+        self, bucket: GradBucket, ident: Ident, arrivals: Arrivals, stepped: Any, failed: bool
     ) -> CallStages[Any]:
         """Copy a bucket's results, gather the other ranks' shards, and return an event after that."""
         with torch.no_grad(), Unwatched(), bucket.streams.side([stepped], bucket.memory_to_record()):
             self._results.await_result(bucket.layout.index)
-            end = self._gather(bucket, ident, updated, failed=failed)
+            arrive = self._gather(bucket, ident, arrivals, failed=failed)
         yield None
         with torch.no_grad(), Unwatched(), bucket.streams.side([], []):
-            end()
+            arrivals.complete_counted(arrive)
             return bucket.streams.produced()[1]
 
     def failed(self) -> Sequence[int]:
@@ -259,7 +261,7 @@ class BackgroundGather(ParamGather):
         Raises:
             ProcessGroupError: in a fork that lacks parameters, at every call.
         """
-        for arriving in self._arriving.values():
+        for arriving in [*self._arriving.values()]:  # another thread may await parameters
             self._refuse_in_fork(arriving)
         with Unwatched():
             try:

@@ -267,7 +267,8 @@ class OwnWrites:
     """Parameters that are written to within a context by us, not by the user.
 
     The writes go to the memory: to :attr:`FlatParam.flat` or to ``param.data``. Their end raises the version counters,
-    once each, so that a graph that has saved a parameter notices.
+    once each, so that a graph that has saved a parameter notices. Writes that come after ``step()`` are counted in it:
+    a graph that was made before it and goes backward after it notices, and none that is made meanwhile is disturbed.
     """
 
     def __init__(self, flats: Iterable[FlatParam]) -> None:
@@ -281,10 +282,14 @@ class OwnWrites:
         try:
             yield
         finally:
-            with _counting:
-                torch.autograd.graph.increment_version(self._params)
-                for counter in self._counters:
-                    counter.own_writes += 1
+            self.count()
+
+    def count(self) -> None:
+        """Count a write to each, which may come later."""
+        with _counting:
+            torch.autograd.graph.increment_version(self._params)
+            for counter in self._counters:
+                counter.own_writes += 1
 
 
 def own_writes(flats: Iterable[FlatParam]) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ class ParamGather:
 
     def __init__(self, partition: Partition, exchanges: Mapping[str, Exchange]) -> None:
         self._partition, self._exchanges = partition, exchanges
-        self._arrivals: dict[int, _Arrivals] = {}
+        self._arrivals: dict[int, Arrivals] = {}
         self._step = self._started = 0
         self._last: Exchange | None = None
         self._under_way: deque[Callable[[], None]] = deque()
@@ -74,8 +74,9 @@ class ParamGather:
             updated: global indices of its parameters that may be others than before, on any rank.
             failed: whether the step has failed on this rank so far.
         """
-        self._last = self._exchanges[bucket.device.type]
-        self._under_way.append(self._gather(bucket, self._next_ident(), updated, failed=failed))
+        self._last, arrivals = self._exchanges[bucket.device.type], self._expected(bucket, updated)
+        arrive = self._gather(bucket, self._next_ident(), arrivals, failed=failed)
+        self._under_way.append(partial(arrivals.complete, arrive))
         if len(self._under_way) > self._last.gathers_ahead:
             self._under_way.popleft()()
 
@@ -94,32 +95,34 @@ class ParamGather:
         self._started += 1
         return Ident(self._step, _GATHER_EPOCH, self._started - 1)
 
-    def _gather(
-        self, bucket: GradBucket, ident: Ident, updated: Collection[int], *, failed: bool
-    ) -> Callable[[], None]:
+    def _expected(self, bucket: GradBucket, updated: Collection[int]) -> Arrivals:
+        """Return the parameters to which a bucket is to be gathered; see :meth:`start`."""
+        arrivals = self._arrivals.get(bucket.layout.index)
+        if arrivals is None:
+            arrivals = self._arrivals[bucket.layout.index] = Arrivals(bucket)
+        arrivals.expect(updated)
+        return arrivals
+
+    def _gather(self, bucket: GradBucket, ident: Ident, arrivals: Arrivals, *, failed: bool) -> Callable[[], None]:
         """Start to gather a bucket; what is returned ends that."""
         exchange = self._exchanges[bucket.device.type]
         if failed:
             exchange.fail(ident.step)
-        arrivals = self._arrivals.get(bucket.layout.index)
-        if arrivals is None:
-            arrivals = self._arrivals[bucket.layout.index] = _Arrivals(bucket)
-        arrivals.expect(updated)
-        return partial(arrivals.complete, exchange.gather_runs(ident, arrivals.runs, bucket.layout.bounds))
+        return exchange.gather_runs(ident, arrivals.runs, bucket.layout.bounds)
 
 
-class _Arrivals:
+class Arrivals:
     """The parameters of a bucket, to which gathers write; kept until one of them is re-pointed.
 
     Attributes:
-        runs: the parameters as they lie in memory.
+        runs: the parameters as they lie in memory. own: counts the writes to those that may get new values.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
         self.runs = bucket.param_runs()
         self._bucket = bucket
         self._updated: Collection[int] = bucket.layout.params
-        self._own = OwnWrites(bucket.params)
+        self.own = OwnWrites(bucket.params)
         self._mirrored = [flat for flat in bucket.params if flat.mirrored]
 
     def expect(self, updated: Collection[int]) -> None:
@@ -129,15 +132,19 @@ class _Arrivals:
         """
         if updated != self._updated:
             of_index = zip(self._bucket.layout.params, self._bucket.params, strict=True)
-            self._own = OwnWrites(flat for index, flat in of_index if index in updated)
+            self.own = OwnWrites(flat for index, flat in of_index if index in updated)
             self._updated = updated
 
     def complete(self, arrive: Callable[[], None]) -> None:
-        """Complete a gather, and let parameters that are mirrored follow their mirrors."""
-        with self._own.ours():
-            arrive()
-            for flat in self._mirrored:
-                flat.store()
+        """Complete a gather, let parameters that are mirrored follow their mirrors, and count the writes."""
+        with self.own.ours():
+            self.complete_counted(arrive)
+
+    def complete_counted(self, arrive: Callable[[], None]) -> None:
+        """Do as :meth:`complete`, of writes that are counted already."""
+        arrive()
+        for flat in self._mirrored:
+            flat.store()
 
 
 def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
@@ -148,7 +155,7 @@ def broadcast_shards(buckets: Iterable[GradBucket], group: Group) -> None:
     for bucket in buckets if group.world_size > 1 else ():
         dtype, numels = bucket.params[0].flat.dtype, (bucket.layout.shard(r).numel for r in range(group.world_size))
         staging = torch.zeros(max(numels), dtype=dtype, device="cpu")
-        arrivals = _Arrivals(bucket)
+        arrivals = Arrivals(bucket)
         for rank in range(group.world_size):
             shard = bucket.layout.shard(rank)
             chunk = staging[: shard.numel]

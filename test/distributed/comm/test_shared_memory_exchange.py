@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import backend_exchanges, pairwise_exchange, process_identity, shared_memory_exchange
+from zero_opt.comm.exchange import Ident, Run
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange
+from zero_opt.comm.shared_ranks import _LEFT_AT as LEFT_AT
+from zero_opt.comm.shared_ranks import SharedPeer, SharedRanks, native_bucket
 from zero_opt.system import extension, shared_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -54,6 +59,43 @@ def make(dtype: torch.dtype, exchange: str, bucket_mb: float = 0.004) -> tuple[A
 
 def exchange_of(opt: zero_opt.ShardedOptimizer) -> Any:
     return opt._engine.parts.exchanges["cpu"]  # type: ignore[union-attr]
+
+
+def test_a_peer_that_publishes_just_before_it_leaves_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = [shared_memory.Arena.create("test", 3 * shared_memory.PAGE) for _ in range(2)]
+    group: Any = SimpleNamespace(
+        timeout_s=PATIENCE_S,
+        exchanging=contextlib.nullcontext,
+        lookout=lambda: lambda: None,
+        awaits=lambda rank: None,
+        explain=lambda *_: None,
+    )
+    process: Any = SimpleNamespace(pid=0, has_ended=lambda: False)
+    ranks = [
+        SharedRanks(
+            SimpleNamespace(rank=rank, **vars(group)), arenas[rank], [SharedPeer(other, process, arenas[other])]
+        )  # type: ignore[arg-type]
+        for rank, other in ((0, 1), (1, 0))
+    ]
+    grads, shards = [torch.full((16,), 1.0 + rank) for rank in range(2)], [torch.full((8,), 100.0) for _ in range(2)]
+    buckets = [native_bucket([Run(0, 16, grad, True)], [0, 8, 16], torch.float32) for grad in grads]
+    left = list[int]()
+
+    def leave_first(peer: SharedPeer) -> bool:
+        if not left:
+            left.append(peer.rank)
+            ranks[1]._native.reduce((0, 0, 0), buckets[1], shards[1].data_ptr(), 0, 0.0)
+            ranks[1].leave()
+        return peer.rank in left
+
+    monkeypatch.setattr(SharedPeer, "gone", leave_first)
+    assert ranks[0].reduce(Ident(0, 0, 0), buckets[0], shards[0].data_ptr())
+    assert_bitwise(shards[0], torch.full((8,), 101.5))
+    with pytest.raises(zero_opt.PeerLost, match=r"rank 1 .* has left, or died, before the exchange of step 1"):
+        ranks[0].reduce(Ident(1, 0, 0), buckets[0], shards[0].data_ptr())
+    assert arenas[0].bytes[LEFT_AT] == 1  # what it has published for that exchange is the last
+    with pytest.raises(zero_opt.PeerLost, match="before the exchange of step 1"):
+        ranks[0].reduce(Ident(2, 0, 0), buckets[0], shards[0].data_ptr())
 
 
 def run_dtype(rank: int, world_size: int, dtype: torch.dtype, exchange: str) -> tuple[str, list[Tensor]]:

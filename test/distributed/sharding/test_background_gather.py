@@ -174,6 +174,37 @@ def test_an_added_group_that_the_model_does_not_hold_is_not_taken_in(who: tuple[
     assert_bitwise(runs[0], runs[1])
 
 
+def _versions(rank: int, world_size: int, offload: Any) -> None:
+    """Layers that are cut from one tensor have a version counter in common."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    for layer, weight in zip(model, (torch.randn(384, 64) * 0.1).chunk(6), strict=True):
+        layer.weight = nn.Parameter(weight)
+    apart = nn.Linear(64, 64)
+    whole = nn.Sequential(model, apart)
+    policy = tiny_overlapped(overlap_param_gather=whole)
+    opt = zero_opt.ShardedOptimizer(whole.parameters(), zero_opt.CPUAdamW, reduction=policy, offload=offload)
+    data = torch.randn(4, 64)
+    for _ in range(5):
+        whole(data).square().sum().backward()  # while parameters arrive: nothing that is saved is counted then
+        kept = apart(data.requires_grad_()).sum()
+        before = [apart.weight._version, apart.bias._version, model[0].weight._version]
+        opt.step()
+        versions = [param._version for param in (apart.weight, apart.bias, model[0].weight)]
+        assert all(old < now for old, now in zip(before, versions, strict=True))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+        opt.zero_grad()
+        opt.flush()
+        assert versions == [param._version for param in (apart.weight, apart.bias, model[0].weight)]
+    opt.close()
+
+
+@pytest.mark.parametrize(("world_size", "offload"), [(1, True), (2, False), (2, True)])
+def test_what_arrives_later_is_counted_as_written_in_step(world_size: int, offload: bool) -> None:
+    """So a graph from before the step notices, and none that is made while parameters arrive is disturbed."""
+    run_processes(world_size, _versions, zero_opt.WorkerOffload(threads=1) if offload else None)
+
+
 def _close_in_a_fork(rank: int, world_size: int) -> None:
     """Fork while a gather is under way."""
     model = Model()

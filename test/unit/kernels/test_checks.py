@@ -116,6 +116,18 @@ def test_a_storage_made_smaller_is_noticed() -> None:
         CPUAdamW([param]).step()
 
 
+def test_an_empty_view_may_begin_behind_its_storage() -> None:
+    results = []
+    for cls in (CPUAdamW, torch.optim.AdamW):
+        params = [Parameter(torch.zeros(1, 7, 11)[1:1, 1:7:2, 1:11:2]), Parameter(torch.ones(3))]
+        assert params[0].storage_offset() * 4 > params[0].untyped_storage().nbytes()
+        for param in params:
+            param.grad = torch.ones_like(param)
+        cls(params).step()
+        results.append(params[1].detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
 def test_params_that_share_elements_are_refused() -> None:
     buffer = torch.ones(4, 8)
     for first, other in ((buffer, buffer), (buffer[:, :5], buffer[:, 3:]), (buffer[1:3], buffer[2])):

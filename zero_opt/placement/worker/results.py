@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...sharding.flat_param import FlatParam
+from ...sharding.flat_param import FlatParam, OwnWrites
 from ...system.devices import is_host
 from ...system.interrupts import uninterrupted
-from ..masters import write_all
+from ..masters import write_counted
 from .arena_shard import ArenaShard
 from .cores import Confined, CoreSplit
 
@@ -36,18 +36,18 @@ class ParamWriter:
         self._split, self._confined = split, confined
 
     def write(self, made: Sequence[Used]) -> None:
-        """Copy on all cores, while the trainer waits."""
+        """Copy on all cores, while the trainer waits. The writes are counted already, as all here."""
         threads = self._split.threads + len(self._split.trainer)
         with nullcontext() if self._confined is None else self._confined.lifted():
-            write_all(made, threads=max(threads, torch.get_num_threads()))
+            write_counted(made, threads=max(threads, torch.get_num_threads()))
 
     def write_beside(self, made: Sequence[Used]) -> None:
         """Copy while the trainer computes: on the worker's cores, or, where they are the trainer's too, on one."""
         if self._confined is None:
-            write_all(made, threads=1)
+            write_counted(made, threads=1)
             return
         with self._confined.lifted(self._split.worker):
-            write_all(made, threads=self._split.threads)
+            write_counted(made, threads=self._split.threads)
 
 
 class ResultDelivery:
@@ -71,6 +71,7 @@ class ResultDelivery:
 
     def deliver(self, made: Sequence[Used]) -> None:
         """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
+        OwnWrites(shard.flats[position] for shard, positions in made for position in positions).count()
         at_once = made
         if self._model is not None:
             at_once = [used for used in made if not is_host(used.shard.bucket.device)]

@@ -25,6 +25,7 @@ from zero_opt.comm.exchange import Ident
 from zero_opt.placement.worker import results
 from zero_opt.placement.worker.results import ParamWriter, ResultDelivery, Used
 from zero_opt.sharding.background_gather import BackgroundGather
+from zero_opt.sharding.flat_param import FlatParam
 from zero_opt.sharding.late_params import Unwatched
 from zero_opt.system.background_thread import SerialThread
 from zero_opt.system.stages import Lane
@@ -230,7 +231,7 @@ def test_copies_are_made_on_the_worker_s_cores(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[set[int], int | None, bool]] = []
     monkeypatch.setattr(
         results,
-        "write_all",
+        "write_counted",
         lambda _, threads: seen.append((os.sched_getaffinity(0), threads, threading.current_thread().daemon)),
     )
     before = os.sched_getaffinity(0)
@@ -396,7 +397,8 @@ def test_what_lies_on_an_accelerator_does_not_wait() -> None:
 
     def shard(index: int, device: str) -> Any:
         bucket = SimpleNamespace(device=torch.device(device), layout=SimpleNamespace(index=index))
-        return SimpleNamespace(bucket=bucket, edited=lambda _: False)
+        flats = [FlatParam(nn.Parameter(torch.zeros(1)), "param")]
+        return SimpleNamespace(bucket=bucket, flats=flats, edited=lambda _: False)
 
     late = ResultDelivery(writer, nn.Linear(1, 1))
     late.deliver([Used(shard(0, "cuda"), [0]), Used(shard(1, "cpu"), [0])])
