@@ -71,6 +71,23 @@ def _new_tensor(param: nn.Parameter) -> Any:
         return param.new_tensor(param)
 
 
+def _graph() -> tuple[Tensor, Tensor]:
+    leaf = torch.zeros(12, 12, requires_grad=True)
+    with torch.enable_grad():
+        return leaf, leaf * 3
+
+
+def _given_to_grad(param: nn.Parameter) -> Any:
+    leaf, made = _graph()
+    return torch.autograd.grad(made, leaf, param)
+
+
+def _given_to_backward(param: nn.Parameter) -> Any:
+    leaf, made = _graph()
+    made.backward(param)
+    return leaf.grad
+
+
 def _gradient(model: Model) -> Any:
     def loss(params: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, params, (ONES,)).square().mean()
@@ -105,6 +122,9 @@ READS: dict[str, Way] = {
     "torch.func.grad of one": _weight(torch.func.grad(lambda param: param.pow(3).sum())),
     "torch.func.vmap": _weight(torch.func.vmap(lambda row: row * 2)),
     "torch.func.vjp": _weight(lambda param: torch.func.vjp(torch.tanh, param)[0]),
+    "torch.func.vjp with": _weight(lambda param: torch.func.vjp(torch.tanh, torch.zeros(12, 12))[1](param)[0]),
+    "grad_outputs": _weight(_given_to_grad),
+    "the gradient of a backward": _weight(_given_to_backward),
     "torch.func.jvp": _weight(lambda param: torch.func.jvp(torch.tanh, (param,), (torch.ones(12, 12),))[0]),
     "torch.func.jacrev": _weight(torch.func.jacrev(lambda param: param.pow(3).sum())),
     "torch.func.functionalize": _weight(torch.func.functionalize(lambda param: param * 2)),

@@ -196,16 +196,18 @@ def write_counted(shards: Iterable[tuple[MasterShard, Sequence[int]]], *, thread
     for shard, positions in shards:
         flats += (shard.flats[position] for position in positions)
         copies += shard.copies(positions)
-    _copy(flats, copies, threads)
+    _copy_to_params(flats, copies, threads)
 
 
 def write_copies(flats: Sequence[FlatParam], copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy to parameters, given as the pairs of 1-D runs of theirs and of what is copied, without counting an edit."""
     with own_writes(flats):
-        _copy(flats, copies)
+        _copy_to_params(flats, copies)
 
 
-def _copy(flats: Iterable[FlatParam], copies: Iterable[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
+def _copy_to_params(
+    flats: Iterable[FlatParam], copies: Iterable[tuple[Tensor, Tensor]], threads: int | None = None
+) -> None:
     native: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     kernel = native_available()

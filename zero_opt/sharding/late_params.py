@@ -59,17 +59,19 @@ _FILLS = frozenset(_functions_named(_FILLING))
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
 
-# Where torch.func wraps the arguments of vmap, grad, vjp, jacrev and functionalize, by C functions that tell nothing.
+# Where torch.func wraps the arguments of vmap, grad, vjp, jacrev and functionalize, and autograd takes the gradients from
+# which a backward begins: by C functions that tell nothing.
 _WRAPPERS = (
     (torch._functorch.vmap, "_add_batch_dim"),
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
+    (torch.autograd, "_make_grads"),
 )
 
 
 @cache
 def _watch_transforms() -> None:
-    """Let torch.func tell of late parameters that it wraps, from here on."""
+    """Let torch tell of late parameters that it gives to those, from here on."""
     for module, name in _WRAPPERS:
         wrap = getattr(module, name, None)
         if wrap is not None:
@@ -77,15 +79,17 @@ def _watch_transforms() -> None:
 
 
 class _Telling:
-    """A function of torch.func that first calls one of torch on its first argument, if that is late."""
+    """A function that first calls one of torch on its arguments that are late, or are in one that is a sequence."""
 
     def __init__(self, wrap: Callable[..., Any]) -> None:
         self._wrap = wrap
 
-    def __call__(self, arg: Any, *others: Any) -> Any:
-        if isinstance(arg, _Late):
-            Tensor.view_as(arg, arg)  # type: ignore[arg-type]
-        return self._wrap(arg, *others)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        for arg in args:
+            for each in arg if isinstance(arg, (tuple, list)) else (arg,):
+                if isinstance(each, _Late):
+                    Tensor.view_as(each, each)  # type: ignore[arg-type]
+        return self._wrap(*args, **options)
 
 
 _all: weakref.WeakSet[LateParams] = weakref.WeakSet()
