@@ -59,7 +59,7 @@ _FILLS = frozenset(_functions_named(_FILLING))
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
 
-# Where torch.func wraps the arguments of vmap, grad, vjp, jacrev and functionalize, and autograd takes the gradients from
+# Where torch.func wraps arguments of vmap, grad, vjp, jacrev and functionalize, and autograd takes the gradients from
 # which a backward begins: by C functions that tell nothing.
 _WRAPPERS = (
     (torch._functorch.vmap, "_add_batch_dim"),
