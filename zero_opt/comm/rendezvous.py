@@ -356,22 +356,11 @@ class Meeting:
             self._met[key] = max(self._met[key], number + 1)
         if rank in (None, self.rank):
             return None
-        if self.rank in absent:  # maybe in another call
-            silent = PeerSilent(f"{self._name(rank)} has given up waiting for this one: {text}")
-            return None if self._goes_on() else silent
+        if self.rank in absent:  # maybe in another call, so this one is not taken for the one that is made there now
+            again = "where that rank has called again since, call again here at once, while it waits"
+            return PeerSilent(f"{self._name(rank)} has given up waiting for this one: {text}; {again}")
         error = error_of_rank(rank, name, text)
         return type(error)(text) if isinstance(error, PeerLost) else error  # it names the rank that it is about
-
-    def _goes_on(self) -> bool:
-        """Come to the next meeting, if ranks wait there that have given up waiting for this one here."""
-        after = _meeting_place(self._key, self._number + 1)
-        if self._stops is not None or not after.add(_COUNT, 0):
-            return False
-        self._number, self._place, self._read = self._number + 1, after, len(self._key[1]) - 1
-        self.name, self._calls = "", ()
-        self._take_number()
-        self._arrive()
-        return True
 
     def _ended(self) -> PeerLost | None:
         """Return the error about a rank whose program has ended, as an earlier optimizer's watch has heard.

@@ -142,7 +142,7 @@ class SharedRanks:
         return self._group.explain(gone) or PeerLost(f"{gone}; restart all ranks from the last checkpoint")
 
     def leave(self) -> None:
-        """Set this rank's byte; a forked child, which shares the memory, leaves the byte as it is."""
+        """Set this rank's byte; a forked child leaves the byte as it is."""
         self._closed, own = True, self._own.bytes  # which another thread may unmap
         if os.getpid() == self._pid and own.numel():
             own[_LEFT_AT] = 1

@@ -6,7 +6,7 @@ A write to a tensor in place needs nothing: the tensor is what is stepped, but f
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -235,11 +235,14 @@ class VisibleState:
             self._unedited = self._unedited is not False
             return
         self._unedited = False
-        for key in self._owner.state:
-            if not isinstance(key, Tensor):
+        known = {*map(id, self._params)}
+        keys: Iterable[object] = self._owner.state
+        for key in keys:
+            if id(key) not in known:
+                said = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else quoted(key)
                 raise StateDictError(
-                    f"opt.state has an entry under {quoted(key)}, which is no parameter: it would be in no checkpoint; "
-                    "keep it outside of the optimizer"
+                    f"opt.state has an entry under {said}, which is none of its parameters: it would be in no "
+                    "checkpoint; keep it outside of the optimizer"
                 )
         self._part_exchanged()
         changed = [self._adopt_slice(piece) for piece in self._pieces]

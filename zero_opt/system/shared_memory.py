@@ -23,10 +23,11 @@ from .failures import on_failure
 from .limits import descriptor_errors, limit_in
 from .log import log
 
-PAGE = mmap.PAGESIZE
+PAGE, _READ_WRITE = mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-# Linux's MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE.
-_PRIVATE_THERE = 0x02 | 0x10 | 0x4000
+# Linux's MAP_FIXED with MAP_PRIVATE and MAP_NORESERVE, or with MAP_SHARED.
+_PRIVATE_THERE, _SHARED_THERE = 0x10 | 0x02 | 0x4000, 0x10 | 0x01
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def page_aligned(nbytes: int) -> int:
@@ -71,11 +72,24 @@ class _Mapping(NamedTuple):
     start: int
     file: tuple[int, int]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the descriptor is still the file's."""
+        try:
+            return _file_of(self.fd) == self.file
+        except OSError:
+            return False
+
     def isolate(self) -> None:
-        """Let what is written here from now on stay in this process, unless the descriptor is closed."""
-        with contextlib.suppress(OSError):
-            if _file_of(self.fd) == self.file:
-                _mmap(self.address, self.nbytes, _PRIVATE_THERE, self.fd, self.start)
+        """Let what is written here from now on stay in this process.
+
+        Where the system refuses the memory for that (``vm.overcommit_memory=2``), a write ends this process (SIGSEGV).
+        """
+        there = self.address, self.nbytes
+        try:
+            _mmap(*there, _PRIVATE_THERE, self.fd, self.start)
+        except OSError:
+            _mmap(*there, _SHARED_THERE, self.fd, self.start, mmap.PROT_READ)
 
 
 # By number, those that this process has made.
@@ -84,9 +98,14 @@ _mapping_numbers = itertools.count()
 
 
 def _isolate_all() -> None:
-    """In a child that is forked, keep its writes from the memory of the process, and of the others that map it."""
-    for mapping in [*_mappings.values()]:
-        mapping.isolate()
+    """In a child that is forked, keep its writes from the memory of the process, and of the others that map it.
+
+    A child of that one inherits what is mapped here, as all other memory.
+    """
+    for number, mapping in [*_mappings.items()]:
+        if mapping.is_open:
+            mapping.isolate()
+            del _mappings[number]
 
 
 if sys.platform == "linux":
@@ -98,25 +117,25 @@ def _file_of(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _mmap(address: int | None, nbytes: int, flags: int, fd: int, start: int) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, protection = ctypes.c_void_p, mmap.PROT_READ | mmap.PROT_WRITE
+def _mmap(address: int | None, nbytes: int, flags: int, fd: int, start: int, protection: int = _READ_WRITE) -> int:
     where, length, offset = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(start)
-    found: int | None = libc.mmap(where, length, protection, flags, fd, offset)
+    _libc.mmap.restype = ctypes.c_void_p
+    found: int | None = _libc.mmap(where, length, protection, flags, fd, offset)
     if found is None or found == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return found
 
 
 def _unmap(number: int, address: int, nbytes: int) -> None:
-    del _mappings[number]  # before another mapping can have the address
-    ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+    _mappings.pop(number, None)  # before another mapping can have the address; a fork has none
+    _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
 def mapped_bytes(fd: int, nbytes: int, start: int = 0) -> Tensor:
     """Return bytes of an open file, from ``start`` on, mapped until the last tensor over them is gone.
 
-    What a child that is forked writes there stays in the child, as with all other memory, while ``fd`` is open.
+    What a child writes there that is forked while ``fd`` is open stays in the child. What it has not written may still
+    change with what other processes write.
     Python's ``mmap`` would keep a descriptor of its own open for as long.
 
     Raises:

@@ -48,6 +48,8 @@ from .estimate import check_numel, checked_device
 _WIDTH, _WARM = 1024, 2
 _PATIENCE_S, _LOOK_AGAIN_S = 600.0, 0.2
 _BARE = "forward and backward alone"
+# Of a traceback: the pipe that it goes through is read once the rank has ended.
+_TOLD_CHARS = 20_000
 # What a process takes that has imported torch, of its own.
 _INTERPRETER_BYTES = 100 << 20
 
@@ -267,7 +269,7 @@ def _rank(rank: int, bench: Bench, store: str, meeting: _Meeting, results: Any, 
     try:
         _measure_all(rank, bench, store, meeting, results)
     except Exception as error:
-        told = name_and_text(error) if isinstance(error, ZeroOptError) else ["", traceback.format_exc()]
+        told = name_and_text(error) if isinstance(error, ZeroOptError) else ["", traceback.format_exc()[-_TOLD_CHARS:]]
         failures.put((rank, *told))
         raise
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +55,39 @@ def test_what_a_forked_child_writes_stays_there() -> None:
     assert arena.bytes.eq(1).all()
     arena.bytes.fill_(4)  # still shared with other processes
     assert os.pread(arena.fd, 1, PAGE) == b"\x04"
+
+
+def test_a_fork_of_a_fork_has_what_the_first_one_has_written() -> None:
+    arena = Arena.create("test", PAGE)
+    arena.bytes.fill_(1)
+
+    def write() -> None:
+        arena.bytes.fill_(2)
+        _in_child(lambda: None if arena.bytes.eq(2).all() else os._exit(1))
+
+    _in_child(write)
+    assert arena.bytes.eq(1).all()
+
+
+def test_where_a_fork_gets_no_memory_of_its_own_a_write_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, mmap = Arena.create("test", PAGE), shared_memory._mmap
+    arena.bytes.fill_(1)
+
+    def refuse(address: int, nbytes: int, flags: int, *rest: int) -> int:
+        if flags & 0x02:
+            raise OSError(errno.ENOMEM, "no memory")
+        return mmap(address, nbytes, flags, *rest)
+
+    monkeypatch.setattr(shared_memory, "_mmap", refuse)
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), 0 if arena.bytes.eq(1).all() else signal.SIGKILL)
+        arena.bytes.fill_(2)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+    assert arena.bytes.eq(1).all()
 
 
 def test_a_descriptor_that_is_used_again_is_not_mapped_in_a_child(tmp_path: Path) -> None:
