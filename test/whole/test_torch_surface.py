@@ -28,6 +28,7 @@ from test.support.torch_variants import (
     scheduled,
     variants,
 )
+from zero_opt.sharding import late_params
 
 STEPS = 4
 
@@ -420,6 +421,7 @@ def test_averaged_models() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_compiled_step(name: str) -> None:
+    late_params._watch_transforms()  # as where parameters of some optimizer are late
     variant, results = Variant(name, {"foreach": False}, "compiled"), []
     for make in (plain(variant), sharded(variant)):
         torch._dynamo.reset()

@@ -20,12 +20,12 @@ from ..field_checks import check_flag
 from ..placement import Offload, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
-from ..reduction.autograd_hooks import untraced
 from ..reduction.grad_norm import refusal_of_more
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
 from ..system.failures import on_failure
+from ..system.untraced import untraced
 from .arguments import adopt_errors, refusal_of_others, template_of
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, StepDesync
 from ..sharding.late_params import Unwatched, is_late
 from ..system.frames import inside_function
 from ..system.inference_mode import outside_inference_mode
+from ..system.untraced import untraced
 
 _in_inference_mode = torch.is_inference_mode_enabled
 _graph_task = torch._C._current_graph_task_id
@@ -87,18 +87,6 @@ def _registered(param: Any, first: Callable[[Tensor], None], last: Callable[[Ten
     handles = [param.register_post_accumulate_grad_hook(first)]
     param._post_accumulate_grad_hooks.update(before)  # torch calls them in the order in which they were put in
     return [*handles, param.register_post_accumulate_grad_hook(last)]
-
-
-def untraced(function: Any) -> Any:
-    """Return ``function``, which torch.compile traces neither itself nor in what it calls, at no cost per call."""
-    try:
-        frames = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:  # another version of torch
-        return _disable_dynamo(function)
-    function._torchdynamo_disable = True  # where it would be inlined
-    return function
 
 
 @untraced  # a backward inside torch.compile would trace it

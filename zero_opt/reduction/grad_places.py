@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .autograd_hooks import untraced
+from ..system.untraced import untraced
 from .consumed_grad import ConsumedGrad, GradOwner, any_pending, not_held_here
 
 

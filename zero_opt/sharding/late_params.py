@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import StepPending
 from ..system.interrupts import uninterrupted
+from ..system.untraced import untraced_frames
 
 #: A context in which late parameters are as all others, on this thread.
 Unwatched = torch._C.DisableTorchFunctionSubclass
@@ -65,7 +66,6 @@ _WRAPPERS = (
     (torch._functorch.vmap, "_add_batch_dim"),
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),
-    (torch.autograd, "_make_grads"),
 )
 
 
@@ -76,6 +76,13 @@ def _watch_transforms() -> None:
         wrap = getattr(module, name, None)
         if wrap is not None:
             setattr(module, name, _Telling(wrap))
+    make_grads = _Telling(torch.autograd._make_grads)
+
+    def gradients(*args: Any, **options: Any) -> Any:
+        return make_grads(*args, **options)
+
+    # As a function of torch.autograd, of which torch.compile traces no frame.
+    torch.autograd._make_grads = untraced_frames(gradients)
 
 
 class _Telling:
