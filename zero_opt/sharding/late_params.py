@@ -60,8 +60,7 @@ _FILLS = frozenset(_functions_named(_FILLING))
 _PARAMETER_NEW: Any = nn.Parameter.__new__
 
 
-# Where torch.func wraps arguments of vmap, grad, vjp, jacrev and functionalize, and autograd takes the gradients from
-# which a backward begins: by C functions that tell nothing.
+# Where torch.func wraps the arguments of vmap, grad, vjp, jacrev and functionalize, by C functions that tell nothing.
 _WRAPPERS = (
     (torch._functorch.vmap, "_add_batch_dim"),
     (torch._functorch.eager_transforms, "_wrap_for_grad"),
@@ -71,18 +70,16 @@ _WRAPPERS = (
 
 @cache
 def _watch_transforms() -> None:
-    """Let torch tell of late parameters that it gives to those, from here on."""
+    """Let torch tell of late parameters that it gives to those, or begins a backward from, from here on."""
     for module, name in _WRAPPERS:
         wrap = getattr(module, name, None)
         if wrap is not None:
             setattr(module, name, _Telling(wrap))
-    make_grads = _Telling(torch.autograd._make_grads)
-
-    def gradients(*args: Any, **options: Any) -> Any:
-        return make_grads(*args, **options)
-
-    # As a function of torch.autograd, of which torch.compile traces no frame.
-    torch.autograd._make_grads = untraced_frames(gradients)
+    make_grads = getattr(torch.autograd, "_make_grads", None)
+    if make_grads is not None:
+        telling = _Telling(make_grads)
+        # As a function of torch.autograd, of which torch.compile traces no frame.
+        torch.autograd._make_grads = untraced_frames(lambda *args, **options: telling(*args, **options))
 
 
 class _Telling:

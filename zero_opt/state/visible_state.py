@@ -235,15 +235,7 @@ class VisibleState:
             self._unedited = self._unedited is not False
             return
         self._unedited = False
-        known = {*map(id, self._params)}
-        keys: Iterable[object] = self._owner.state
-        for key in keys:
-            if id(key) not in known:
-                said = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else quoted(key)
-                raise StateDictError(
-                    f"opt.state has an entry under {said}, which is none of its parameters: it would be in no "
-                    "checkpoint; keep it outside of the optimizer"
-                )
+        self._require_params_alone()
         self._part_exchanged()
         changed = [self._adopt_slice(piece) for piece in self._pieces]
         self.dropped |= self._stand_ins.take_dropped()
@@ -258,6 +250,17 @@ class VisibleState:
         elif held:
             self._adopted.note(held)
             self._memory.note(view for _, view in self._placement.array_views())
+
+    def _require_params_alone(self) -> None:
+        """Raise StateDictError if the user has added an entry that is no parameter's."""
+        keys: Iterable[object] = self._owner.state
+        known = {*map(id, self._params)}
+        for key in (key for key in keys if id(key) not in known):
+            said = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else quoted(key)
+            raise StateDictError(
+                f"opt.state has an entry under {said}, which is none of its parameters: it would be in no checkpoint; "
+                "keep it outside of the optimizer"
+            )
 
     def _part_exchanged(self) -> None:
         """Copy entries that have other parameters' values: a placement overwrites its arrays one after the other."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import sys
@@ -23,11 +22,13 @@ from .failures import on_failure
 from .limits import descriptor_errors, limit_in
 from .log import log
 
-PAGE, _READ_WRITE = mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE
+PAGE = mmap.PAGESIZE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 # Linux's MAP_FIXED with MAP_PRIVATE and MAP_NORESERVE, or with MAP_SHARED.
 _PRIVATE_THERE, _SHARED_THERE = 0x10 | 0x02 | 0x4000, 0x10 | 0x01
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def page_aligned(nbytes: int) -> int:
@@ -92,9 +93,8 @@ class _Mapping(NamedTuple):
             _mmap(*there, _SHARED_THERE, self.fd, self.start, mmap.PROT_READ)
 
 
-# By number, those that this process has made.
+# By address, those that this process has made.
 _mappings: dict[int, _Mapping] = {}
-_mapping_numbers = itertools.count()
 
 
 def _isolate_all() -> None:
@@ -102,10 +102,10 @@ def _isolate_all() -> None:
 
     A child of that one inherits what is mapped here, as all other memory.
     """
-    for number, mapping in [*_mappings.items()]:
+    for mapping in [*_mappings.values()]:
         if mapping.is_open:
             mapping.isolate()
-            del _mappings[number]
+            del _mappings[mapping.address]
 
 
 if sys.platform == "linux":
@@ -119,15 +119,14 @@ def _file_of(fd: int) -> tuple[int, int]:
 
 def _mmap(address: int | None, nbytes: int, flags: int, fd: int, start: int, protection: int = _READ_WRITE) -> int:
     where, length, offset = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(start)
-    _libc.mmap.restype = ctypes.c_void_p
     found: int | None = _libc.mmap(where, length, protection, flags, fd, offset)
     if found is None or found == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return found
 
 
-def _unmap(number: int, address: int, nbytes: int) -> None:
-    _mappings.pop(number, None)  # before another mapping can have the address; a fork has none
+def _unmap(address: int, nbytes: int) -> None:
+    _mappings.pop(address, None)  # before another mapping can have the address; a fork has none
     _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
 
 
@@ -142,9 +141,9 @@ def mapped_bytes(fd: int, nbytes: int, start: int = 0) -> Tensor:
         OSError: the system refuses.
     """
     address = _mmap(None, nbytes, mmap.MAP_SHARED, fd, start)
-    memory, number = (ctypes.c_uint8 * nbytes).from_address(address), next(_mapping_numbers)
-    _mappings[number] = _Mapping(address, nbytes, fd, start, _file_of(fd))
-    unmap = weakref.finalize(memory, _unmap, number, address, nbytes)
+    _mappings[address] = _Mapping(address, nbytes, fd, start, _file_of(fd))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    unmap = weakref.finalize(memory, _unmap, address, nbytes)
     unmap.atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)  # holds the memory
 
