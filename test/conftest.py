@@ -24,8 +24,10 @@ from test.support.sampling import left_out
 gc.disable()
 
 # Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
-# rank also keeps several ranks quick on two cores.
+# rank also keeps several ranks quick on two cores, and so it does the programs that tests start: OpenMP's threads wait
+# for each other by spinning, which takes the cores from other tests.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # What a shell runs in the background begins with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,7 +60,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not dist.is_initialized()
 
 
-@pytest.hookimpl(trylast=True)  # what is chosen by name comes first: no more than a sample is kept whole
 @pytest.fixture
 def alarm() -> Iterator[None]:
     """SIGALRM raises a TimeoutError, "no more time"."""
@@ -71,8 +72,9 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.hookimpl(trylast=True)  # what is chosen by name comes first: no more than a sample is kept whole
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample of the cases of tests that say so."""
+    """Leave out the cases that the short form does without."""
     out = left_out(items)
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]

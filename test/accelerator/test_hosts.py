@@ -111,7 +111,6 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, WholeSGD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3), (4, 1), (1, 4)], ids=str)

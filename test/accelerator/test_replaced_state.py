@@ -101,7 +101,6 @@ def _compare(rank: int, world_size: int, name: str, how: str, folder: Path) -> N
     assert_no_races()
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("how", ["entries", "tensors", "offloaded"])
 @pytest.mark.parametrize(
     ("world_size", "name"),

@@ -46,7 +46,6 @@ def _killer(signals: tuple[int, ...]) -> Callable[[zero_opt.ShardedOptimizer, in
     return strike
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("update", [update for update in UPDATES if update != "8-bit"])
 @WAYS
 def test_workers_die_and_stop_in_training(way: dict[str, Any], update: str) -> None:
@@ -108,7 +107,6 @@ def _train_under_fire(rank: int, world_size: int, offload: Any, kills: int, upda
     return [param.detach() for param in params], worker.deaths
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("update", UPDATES)
 @WAYS
 def test_workers_are_killed_at_any_time(way: dict[str, Any], update: str) -> None:

@@ -31,7 +31,7 @@ def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float)
     ended = subprocess.run(
         [sys.executable, *launcher, str(file)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "GLOO_SOCKET_IFNAME": "lo"},
         timeout=timeout_s,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Short and long forms of the tests: a sample of a test's cases, or all of them."""
+"""Short and long forms of the tests: some of a test's cases, or all of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,53 @@ import pytest
 
 # ``make test-long``; the long forms of some folders have switches of their own.
 LONG = "long" in (os.environ.get(f"ZERO_OPT_{what}") for what in ("TESTS", "CRASH", "ACCELERATOR", "HOSTS"))
+# Whose tests start ranks, so that each case takes seconds.
+OF_RANKS = ("distributed", "whole", "accelerator", "crash", "hosts")
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that the short form leaves out: all but `count` of each test marked ``sampled(count)``.
+    """Return the cases that the short form leaves out.
 
-    With ``sampled(count, always=text)``, cases with that text in their name are no part of the sample: they always run.
-    The sample depends on the test's name and on the number of its cases alone, so every process draws the same one.
+    Of a test marked ``sampled(count)``, it runs `count` cases; with ``sampled(count, always=text)``, cases with that
+    text in their name are no part of the sample: they always run. Of other tests in folders :data:`OF_RANKS` whose
+    parameters are crossed, it runs as many cases as have each value of each parameter at least once ("each choice").
+    What is left out depends on the test's name and on its cases alone, so it is the same in every process.
     """
-    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[str, int | None], list[pytest.Item]] = defaultdict(list)
     for item in () if LONG else items:
-        for marker in item.iter_markers("sampled"):
-            if "always" not in marker.kwargs or marker.kwargs["always"] not in item.name:
-                cases[item.nodeid.partition("[")[0], *marker.args].append(item)
+        marker = item.get_closest_marker("sampled")
+        if marker is None:
+            if item.path.relative_to(item.config.rootpath / "test").parts[0] in OF_RANKS:
+                cases[item.nodeid.partition("[")[0], None].append(item)
+        elif "always" not in marker.kwargs or marker.kwargs["always"] not in item.name:
+            cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     left: set[pytest.Item] = set()
     for (name, count), of_test in cases.items():
-        left.update(random.Random(name).sample(of_test, max(0, len(of_test) - count)))
+        mixed = random.Random(name).sample(of_test, len(of_test))
+        left.update(each_choice(mixed) if count is None else mixed[count:])
     return left
+
+
+def each_choice(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return those of a test's cases that have no value of any ``parametrize`` which the others do not have too."""
+    chosen: set[tuple[str, tuple[int, ...]]] = set()
+    waiting = {case: _values(case) for case in cases}
+    while waiting:
+        best = max(waiting, key=lambda case: len(waiting[case] - chosen))
+        if waiting[best] <= chosen:
+            break
+        chosen |= waiting.pop(best)
+    return list(waiting)
+
+
+def _values(case: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
+    """Return what a case was given by each ``parametrize``; its values are the same objects in all cases."""
+    given = getattr(case, "callspec").params if hasattr(case, "callspec") else {}  # noqa: B009
+    return {
+        (str(marker.args[0]), tuple(id(given[name]) for name in _names(marker.args[0])))
+        for marker in case.iter_markers("parametrize")
+    }
+
+
+def _names(given: str | Sequence[str]) -> list[str]:
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)

@@ -119,7 +119,6 @@ def variant_step(variant: Variant, optimizer: Any, params: Sequence[Tensor], num
     optimizer.step()
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own code
 @pytest.mark.parametrize("name", INFOS)
 @pytest.mark.parametrize(("reduction", "only"), [(ALREADY, None), (OVERLAPPED, 3), (AT_STEP, 3)])
@@ -211,7 +210,6 @@ def run_schedules(rank: int, world_size: int, kinds: Sequence[tuple[str, Variant
     ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 def test_schedules(run: Any, tensor_lr: bool) -> None:

@@ -421,7 +421,6 @@ _IN_INFERENCE: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("within", [_CALLS, ("backward",)], ids=["calls", "backward"])
 @pytest.mark.parametrize("options", _IN_INFERENCE.values(), ids=_IN_INFERENCE)
 def test_every_call_has_in_inference_mode_the_bits_that_it_has_outside(options: Any, within: tuple[str, ...]) -> None:

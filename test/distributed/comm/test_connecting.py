@@ -138,7 +138,6 @@ def _fails_after(rank: int, world_size: int, error: Exception, count: int) -> tu
     return f"{type(found.value).__name__}: {found.value}", other.noted
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(
     ("error", "expected"),

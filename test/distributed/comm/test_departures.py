@@ -86,7 +86,6 @@ def _one_leaves(rank: int, world_size: int, place: str, how: str, call: str) -> 
     return said
 
 
-@pytest.mark.sampled(9)
 @places
 @world_sizes
 @pytest.mark.parametrize("how", WAYS)

@@ -105,7 +105,6 @@ def test_a_wait_that_is_left_is_the_last(first: str, second: str, how: str) -> N
     _require(run_processes(2, _one_is_interrupted, "agreement", how, first, second, True), how)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("place", ["shared memory", "messages", "background"])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -235,7 +234,6 @@ def test_a_call_that_is_ended_once_it_has_counted_its_step_is_named_by_that_step
     assert text.startswith("this rank has left training, because SystemExit has ended opt.step() in step 2; "), text
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     ("first", "moment"), [(call, moment) for call, (_, moments) in STRUCK.items() for moment in moments]

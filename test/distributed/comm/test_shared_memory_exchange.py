@@ -108,7 +108,6 @@ def run_dtype(rank: int, world_size: int, dtype: torch.dtype, exchange: str) -> 
     return kind, [p.detach().clone() for p in params]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_as_the_gloo_exchange(world_size: int, dtype: torch.dtype) -> None:

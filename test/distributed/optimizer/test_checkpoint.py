@@ -316,7 +316,6 @@ def _load_itself(rank: int, world_size: int, folder: str, kind: str, wrap: bool,
     return kept
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_given_to_dcp_goes_on(kind: str, world_size: int, tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def _leaves(rank: int, world_size: int, place: str, error: type[BaseException]) 
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, zero_opt.OutOfMemory])
 @pytest.mark.parametrize("place", PLACES)

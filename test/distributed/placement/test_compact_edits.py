@@ -73,7 +73,6 @@ def _edited_and_not(rank: int, world_size: int, folder: str, kind: str) -> Any:
     }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_an_edit_that_changes_no_value_changes_no_bit(kind: str, world_size: int, tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def _written_later(rank: int, world_size: int, place: str, form: str, call: str,
     reference.close()
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("form", COMPACT)
 @pytest.mark.parametrize("place", PLACES)

@@ -63,7 +63,6 @@ def assert_as_simulated(runs: Any, simulated: Any) -> None:
         assert_bitwise(entry, state[index], f"state {index}")
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("where", [ON_DEVICE, ON_HOST], ids=["device", "host"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_bits_of_fp32_parameters_that_are_cast(name: str, where: dict[str, Any]) -> None:

@@ -54,7 +54,6 @@ def _train_case(rank: int, world_size: int, name: str, reduction: Any, offload: 
     return train(CASES[name][0], rank, world_size, reduction, 6, offload=offload)
 
 
-@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", CASES)
 @PLACED
 def test_bits_of_the_class(name: str, place: str, tmp_path: Path) -> None:
@@ -117,7 +116,6 @@ def _scheduled(rank: int, world_size: int, name: str, dtype: torch.dtype, offloa
     return [param.detach() for param in params], state, keys
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @NAMED
 @PLACED
@@ -148,7 +146,6 @@ def _handed_over(rank: int, world_size: int, name: str, dtype: torch.dtype, offl
     return [param.detach() for param in params], state
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("begun", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @NAMED

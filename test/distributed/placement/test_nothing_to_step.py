@@ -59,7 +59,6 @@ def _train_both(rank: int, world_size: int, name: str, folder: Path, shapes: Any
     return [_train(rank, world_size, name, folder, shapes, frozen) for frozen in (False, True)]
 
 
-@pytest.mark.sampled(15)
 @pytest.mark.parametrize("shapes", [[(6, 8), (5,)], [(0,), (5,)]])
 @pytest.mark.parametrize("name", OFFLOADS)
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -75,7 +75,6 @@ def _train(rank: int, world_size: int, where: str, who: tuple[int, ...], exchang
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 @pytest.mark.parametrize(
     ("where", "who"),

@@ -139,7 +139,6 @@ def _withdraw(rank: int, world_size: int, user: int, how: str, then: str, exchan
     return [round(norm, 3), *(float(param.detach()[-1]) for param in (model["a"], model["e"]))]
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 @pytest.mark.parametrize("then", ["step", "backward"])
 @pytest.mark.parametrize("how", ["tensor", "foreach", "optimizer", "drop"])

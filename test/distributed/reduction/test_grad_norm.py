@@ -97,7 +97,6 @@ def _repeatedly(rank: int, world_size: int, reduction: Any, offload: Any, anew: 
     return [[param.detach() for param in params], norms]
 
 
-@pytest.mark.sampled(9)
 @EACH
 @pytest.mark.parametrize(
     "offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["no", "host", "worker"]

@@ -182,7 +182,6 @@ SCRIPTS = [
 GIVEN_UP = [zero_in_place_and_step_without_backward, zero_grad_instead_of_a_step]
 
 
-@pytest.mark.sampled(15)
 @BOTH
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_loop_means_what_it_means_to_the_plain_class(script: Any, reduction: Any) -> None:

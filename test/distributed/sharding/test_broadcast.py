@@ -137,7 +137,6 @@ def _said_by_others(world_size: int, how: str, where: str, near: bool, **options
     return run_processes(world_size, *arguments, expect_errors=True, **options)[:-1]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("where", ["before", "within"])
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -125,7 +125,6 @@ def _check(world_size: int, edit: Edit, options: dict[str, Any], who: int, steps
     assert_bitwise([after for *_, after in found], wanted)
 
 
-@pytest.mark.sampled(5)
 @EDITS
 @REDUCTIONS
 def test_a_parameter_written_to_on_one_rank_is_refused_on_all(edit: Edit, reduction: Any) -> None:

@@ -88,7 +88,6 @@ def _read(rank: int, world_size: int, kind: type[nn.Module], late: bool) -> list
     return found
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Pruned, ByMode, Compiled, GivenCompiled, CompiledInside])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_forwards_that_read_parameters_in_other_ways(world_size: int, kind: type[nn.Module]) -> None:

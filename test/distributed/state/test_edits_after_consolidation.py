@@ -63,7 +63,6 @@ def _edited(rank: int, world_size: int, offload: str, form: str, edit: str, fold
     return found
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("offload", ["", *OFFLOADS])

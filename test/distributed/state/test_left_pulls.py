@@ -233,7 +233,6 @@ def _exits_in_state_dict(rank: int, world_size: int, where: str, late: bool) -> 
     return str(caught.value)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", _METHODS)
 @pytest.mark.parametrize("world_size", [2, 3])

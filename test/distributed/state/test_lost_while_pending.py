@@ -49,7 +49,6 @@ def _one_leaves(rank: int, world_size: int, how: str, call: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", ["killed", "closed"])
 @pytest.mark.parametrize("world_size", [2, 3])

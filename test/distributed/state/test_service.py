@@ -72,7 +72,6 @@ def _all(rank: int, step: int) -> bool:
     return True
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("asks", [_rank_0, _in_turn, _all])
 @pytest.mark.parametrize("world_size", [2, 3, 4])

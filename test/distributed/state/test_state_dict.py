@@ -96,7 +96,6 @@ def _the_one(results: list[Saved | None]) -> Saved:
     return result
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_run_goes_on_at_any_world_size_and_in_plain_torch(world_size: int, name: str) -> None:

@@ -238,7 +238,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_LEAST_MESSAGE_BYTES", 256)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -382,7 +382,7 @@ def reduce_all(exchange: Exchange, reductions: Sequence[BucketReduction], pace: 
     return [future.result(0) for future in futures]
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("paced", [False, True], ids=["one at a time", "several under way"])
 @pytest.mark.parametrize(

@@ -157,7 +157,6 @@ def assert_as_simulated(found: Any, simulated: Any) -> None:
             assert_bitwise({key: found[1][index][key] for key in state}, state, f"state of {index}")
 
 
-@pytest.mark.sampled(8)
 @EACH
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_as_the_reference_in_process(policy: Selective, world_size: int) -> None:
@@ -167,7 +166,6 @@ def test_as_the_reference_in_process(policy: Selective, world_size: int) -> None
         assert_as_simulated(found, simulated)
 
 
-@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_state_that_is_cleared_on_every_rank_starts_afresh(policy: Selective, world_size: int) -> None:
