@@ -161,8 +161,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "sharding/background_gather.py",
         (
             (
-                "            end()\n            return bucket.streams.produced()[1]\n",
-                "            event = bucket.streams.produced()[1]\n            end()\n            return event\n",
+                "            arrivals.complete_counted(arrive)\n            return bucket.streams.produced()[1]\n",
+                "            event = bucket.streams.produced()[1]\n            arrivals.complete_counted(arrive)\n"
+                "            return event\n",
             ),
         ),
         "gathered late, Overlapped",

@@ -14,6 +14,11 @@ from test.support.failures import PATIENCE_S
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_apply(mutant: Mutant, tmp_path: Path) -> None:
+    mutant.copied_to(tmp_path)
+
+
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_it_is_noticed(mutant: Mutant, tmp_path: Path) -> None:

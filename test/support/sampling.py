@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +24,8 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     Of a test marked ``sampled(count)``, it runs `count` cases; with ``sampled(count, always=text)``, cases with that
     text in their name are no part of the sample: they always run. Of other tests in folders :data:`OF_RANKS` whose
     parameters are crossed, it runs as many cases as have each value of each parameter at least once ("each choice").
-    What is left out depends on the test's name and on its cases alone, so it is the same in every process.
+    What is left out depends on the tree that is checked out, so it is the same in every process, and a case that fails
+    is not left out for long.
     """
     cases: dict[tuple[str, int | None], list[pytest.Item]] = defaultdict(list)
     for item in () if LONG else items:
@@ -31,11 +35,19 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
                 cases[item.nodeid.partition("[")[0], None].append(item)
         elif "always" not in marker.kwargs or marker.kwargs["always"] not in item.name:
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    left: set[pytest.Item] = set()
+    left, turn = set[pytest.Item](), _tree() if cases else ""
     for (name, count), of_test in cases.items():
-        mixed = random.Random(name).sample(of_test, len(of_test))
+        mixed = random.Random(turn + name).sample(of_test, len(of_test))
         left.update(each_choice(mixed) if count is None else mixed[count:])
     return left
+
+
+def _tree() -> str:
+    """Return the hash of what is checked out; "" where that is no repository."""
+    git, here = shutil.which("git"), Path(__file__).parent
+    if git is None:
+        return ""
+    return subprocess.run([git, "rev-parse", "HEAD^{tree}"], cwd=here, capture_output=True, text=True).stdout
 
 
 def each_choice(cases: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -20,13 +20,15 @@ MASTERS = zero_opt.MixedPrecision(master_dtype=torch.float32)
 SPLIT = zero_opt.MixedPrecision(master_dtype="split")
 ON_DEVICE: dict[str, Any] = {"precision": MASTERS}
 ON_HOST: dict[str, Any] = {"offload": zero_opt.CPUOffload()}
+AT_ONCE = {"initial_accumulator_value": 0.1}
 # With an fp32 reference of the same formula.
 CLASSES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"fused": True}, zero_opt.CPUAdamW, {}),
     "native": (zero_opt.CPUAdam, {"amsgrad": True}, zero_opt.CPUAdam, {"amsgrad": True}),
     "loop": (torch.optim.Adam, {"fused": False, "foreach": False}, torch.optim.Adam, {"foreach": False}),
     "foreach": (torch.optim.Adam, {"foreach": True}, torch.optim.Adam, {"foreach": True}),
-    "made at once": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, torch.optim.Adagrad, {}),
+    "made at once": (torch.optim.Adagrad, AT_ONCE | {"fused": False}, torch.optim.Adagrad, AT_ONCE),
+    "made at once, native": (torch.optim.Adagrad, AT_ONCE | {"fused": True}, zero_opt.CPUAdagrad, AT_ONCE),
     "whole": (torch.optim.Muon, {}, torch.optim.Muon, {}),
 }
 
@@ -68,8 +70,6 @@ def assert_as_simulated(runs: Any, simulated: Any) -> None:
 def test_bits_of_fp32_parameters_that_are_cast(name: str, where: dict[str, Any]) -> None:
     """Parameters unused now and then, one that the user writes to."""
     cls, options, reference, own = CLASSES[name]
-    if name == "made at once":
-        own = options
     for world_size, dtype in ((1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16)):
         runs = run_processes(world_size, partial(train, cls=cls, dtype=dtype, **options, **where))
         assert_as_simulated(runs, simulate(world_size, reference, dtype, **own))
