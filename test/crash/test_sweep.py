@@ -96,6 +96,7 @@ def test_a_mutant_that_does_not_apply_is_noticed() -> None:
         MUTANTS[0].applied("")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mutant", TRIED, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant) -> None:
     isa = _native.isas()[-1]

@@ -34,6 +34,7 @@ def _train_all(rank: int, world_size: int, options: dict[str, Any], kinds: list[
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_bits_of_the_class_with_the_same_form(placement: str, world_size: int, tmp_path: Path) -> None:
