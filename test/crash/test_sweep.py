@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from test.crash.mutants import COMPACT, FULL, IN_REGISTERS, MUTANTS, UPDATES, Mutant
+from test.crash.mutants import MUTANTS, Mutant
 from test.crash.programs import LONG, NATIVE, Counts, built, built_mutant, sweep
 from zero_opt import _native
 
@@ -27,17 +27,6 @@ SCENARIOS += (STATELESS,)
 POINTS = 500_000 / len(SCENARIOS) / len(_native.isas()) if LONG else 2000
 # Shape, lanes, and of how many images the recovery from one is swept too.
 FORMS = [(shape, lanes, 41) for shape in ("short", "cut") for lanes in (1, 2)] if LONG else [("cut", 2, 170)]
-# In the short form there is time for some.
-SOME = (
-    FULL[0],
-    FULL[2],
-    next(m for m in FULL if m.file == IN_REGISTERS),
-    FULL[-1],
-    *COMPACT[1:3],
-    UPDATES[0],
-    *UPDATES[2:4],
-)
-TRIED = MUTANTS if LONG else SOME
 NONE = Counts(0, 0, 0)
 
 
@@ -97,7 +86,7 @@ def test_a_mutant_that_does_not_apply_is_noticed() -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("mutant", TRIED, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant) -> None:
     isa = _native.isas()[-1]
     program = built_mutant(mutant, isa)
