@@ -152,7 +152,7 @@ class StateOffloaded(ZeroOptError, RuntimeError):
 
 
 class StateNotConsolidated(ZeroOptError, RuntimeError):
-    """``state_dict()`` was called on a rank that does not hold the full, current state."""
+    """``state_dict()`` was called where the full state cannot be had, as after ``close()`` over several ranks."""
 
 
 class OptimizerClosed(ZeroOptError, RuntimeError):

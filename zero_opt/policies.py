@@ -201,8 +201,8 @@ class WorkerOffload:
             ``y.new_tensor(p)``, ``torch.Tensor(p)``, ``y.new(p)``, ``y.set_(p)``, ``y.data = p``, ``y.real = p``,
             ``torch.Tensor.as_subclass(p, ...)``, and a frozen scalar p as a number. The memory shared with the worker
             has gradients twice then, but under ``AlreadyReduced``: the next ones arrive while the worker reads.
-        threads: number of the worker's threads, at most 1024. ``None``: as many as cores it may use, or half as many
-            with ``delay=1`` or ``speculate``, which leave the other cores to this process.
+        threads: number of the worker's threads, at most 1024. ``None``: one per core of ``cores``; else its cores
+            divided by the ranks that share them, half as many with ``delay=1`` or ``speculate``.
         cores: numbers of the cores the worker runs on, of those this process may use; may differ between ranks.
             ``None``: a share of those, on the rank's NUMA node.
         hang_timeout: seconds, from 0.001, without any progress after which a worker is killed and replaced.
@@ -243,7 +243,9 @@ class WorkerOffload:
         keep_plain_numbers(self)
         _check_selective_field("WorkerOffload", self.selective)
         if self.selective is not None and self.speculate:
-            raise ConfigError("WorkerOffload.speculate needs the gradients of every step, which selective makes wait")
+            raise ConfigConflict(
+                "WorkerOffload.speculate needs the gradients of every step, which selective makes wait"
+            )
         check_integer("WorkerOffload.delay", self.delay, 0, most=1)
         check_flag("WorkerOffload.speculate", self.speculate)
         if self.speculate and self.delay:
@@ -370,8 +372,8 @@ class MixedPrecision:
     """The dtypes of the gradient path, and of what bf16 and fp16 parameters are rounded from.
 
     Attributes:
-        master_dtype: of classes other than CPUAdam and CPUAdamW, whose :class:`AdamState` says it; for these it is a
-            deprecated alias. ``torch.float32``: bf16 and fp16 parameters have an fp32 master, which is what is stepped.
+        master_dtype: deprecated for CPUAdam, CPUAdamW, CPUSGD, CPUAdagrad and CPULion: use :class:`AdamState` there.
+            ``torch.float32``: bf16 and fp16 parameters have an fp32 master, which is what is stepped.
             ``"split"``: the same for bf16 in half the memory: the parameter is the upper half of its master, rounded to
             nearest with ties away from zero, and a 16-bit remainder the lower; for the native kernel alone (Adam and
             AdamW with ``fused=True``, on the CPU or with an offload). ``None``: no masters, unless an offload has them.
@@ -452,7 +454,9 @@ class Checks:
 
 @dataclass(frozen=True)
 class AdamState:
-    """What CPUAdam and CPUAdamW keep of a parameter between steps, wherever it is. The math is fp32 in every case.
+    """What CPUAdam and CPUAdamW keep of a parameter between steps. The math is fp32 in every case.
+
+    CPUSGD, CPUAdagrad and CPULion take ``master="float32"`` alone.
 
     Attributes:
         moments: ``"float32"`` as torch, 8 bytes per element. ``"bfloat16"``, 4 bytes: 8 bits of precision.

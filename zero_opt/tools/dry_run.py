@@ -68,7 +68,7 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
         raise UnsupportedParam(f"{label} is not initialized yet; run a forward pass first")
     if is_dtensor(param):
         raise UnsupportedParam(
-            f"{label} is a DTensor; of an FSDP2 model estimate what one rank has: zero_opt.estimate(numel / ranks, 1)"
+            f"{label} is a DTensor; of an FSDP2 model estimate what one rank has: zero_opt.estimate(numel // ranks, 1)"
         )
     check_memory(param, label)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
