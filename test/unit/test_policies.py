@@ -190,6 +190,8 @@ def test_a_worker_speculates_or_delays() -> None:
     assert [policy.steps_in_background for policy in policies] == [False, True, True]
     with pytest.raises(ConfigConflict, match="use one of the two"):
         WorkerOffload(delay=1, speculate=True)
+    with pytest.raises(ConfigConflict, match="needs the gradients of every step, which selective makes wait"):
+        WorkerOffload(speculate=True, selective=Selective())
     with pytest.raises(ConfigTypeError, match="speculate must be True or False, got 1"):
         WorkerOffload(speculate=1)  # type: ignore[arg-type]
 
