@@ -46,6 +46,7 @@ def totals() -> Iterator[Totals]:
     )
 
 
+@pytest.mark.sampled(24, always="sgd-first")
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Totals, isa: str, scenario: str) -> None:
@@ -61,6 +62,7 @@ def test_a_successor_finishes_what_a_kill_at_any_instruction_leaves(totals: Tota
     print(f"\nsweep {isa} {scenario}: {first}; nested {nested}")
 
 
+@pytest.mark.sampled(8, always="sgd-first")
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize(
     "scenario", SCENARIOS if LONG else ("plain", "compact", "blocks", "halves", "sgd", "sgd-first")

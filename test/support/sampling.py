@@ -9,6 +9,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,12 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     What is left out depends on the tree that is checked out, so it is the same in every process, and a case that fails
     is not left out for long.
     """
-    cases: dict[tuple[str, int | None], list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[str, int | None], list[Any]] = defaultdict(list)
     for item in () if LONG else items:
         marker = item.get_closest_marker("sampled")
         if marker is None:
-            if item.path.relative_to(item.config.rootpath / "test").parts[0] in OF_RANKS:
+            folder = item.path.relative_to(item.config.rootpath / "test").parts[0]
+            if folder in OF_RANKS and hasattr(item, "callspec"):  # it has parameters
                 cases[item.nodeid.partition("[")[0], None].append(item)
         elif "always" not in marker.kwargs or marker.kwargs["always"] not in item.name:
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
@@ -50,9 +52,9 @@ def _tree() -> str:
     return subprocess.run([git, "rev-parse", "HEAD^{tree}"], cwd=here, capture_output=True, text=True).stdout
 
 
-def each_choice(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return those of a test's cases that have no value of any ``parametrize`` which the others do not have too."""
-    chosen: set[tuple[str, tuple[int, ...]]] = set()
+def each_choice(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Return those of a test's cases that have no value of any parameter which the others do not have too."""
+    chosen: set[tuple[Any, ...]] = set()
     waiting = {case: _values(case) for case in cases}
     while waiting:
         best = max(waiting, key=lambda case: len(waiting[case] - chosen))
@@ -62,13 +64,15 @@ def each_choice(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     return list(waiting)
 
 
-def _values(case: pytest.Item) -> set[tuple[str, tuple[int, ...]]]:
-    """Return what a case was given by each ``parametrize``; its values are the same objects in all cases."""
-    given = getattr(case, "callspec").params if hasattr(case, "callspec") else {}  # noqa: B009
-    return {
-        (str(marker.args[0]), tuple(id(given[name]) for name in _names(marker.args[0])))
-        for marker in case.iter_markers("parametrize")
-    }
+def _values(case: pytest.Function) -> set[tuple[Any, ...]]:
+    """Return what a case was given: by each ``parametrize`` one value, of one name or several, and by each fixture.
+
+    A test's values are the same objects in all of its cases.
+    """
+    given = case.callspec.params
+    joint = [_names(marker.args[0]) for marker in case.iter_markers("parametrize")]
+    single = [[name] for name in given if all(name not in names for names in joint)]
+    return {tuple((name, id(given[name])) for name in names) for names in joint + single}
 
 
 def _names(given: str | Sequence[str]) -> list[str]:

@@ -345,8 +345,8 @@ class WorkerProcess:
         if self._fruitless >= self._policy.max_deaths:
             deaths, self._fruitless = self._fruitless, 0
             raise WorkerDied(
-                f"{message}; {deaths} in a row have not got on with the step that is pending. State is "
-                "intact, and parameters may have a part of the step: opt.flush(), on every rank, tries again"
+                f"{message}; {deaths} in a row have not got on with the step that is pending. "
+                "State is intact, and parameters may have a part of the step: opt.flush(), on every rank, tries again"
             )
         log.warning("%s; a successor finishes the step (%d so far)", message, self.deaths)
         self._spawn()
