@@ -11,7 +11,6 @@ import pytest
 from test.accelerator import unavailable
 from test.accelerator.runner import Plan, wrong_lines
 from test.support.device_cases.cases import GROUPS
-from test.support.sampling import LONG as EVERY_CASE
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -35,15 +34,10 @@ class Chunk:
 
 
 def chunks() -> Iterator[Chunk]:
-    """Cut the groups of cases; the short form runs each case at one of its world sizes, in turn."""
+    """Cut the groups of cases."""
     for cases in GROUPS.values():
         for world_size in (1, 2):
-            names = [
-                case.name
-                for number, case in enumerate(cases)
-                if world_size in case.world_sizes
-                and (EVERY_CASE or world_size == case.world_sizes[number % len(case.world_sizes)])
-            ]
+            names = [case.name for case in cases if world_size in case.world_sizes]
             for start in range(0, len(names), CHUNK):
                 yield Chunk(world_size, tuple(names[start : start + CHUNK]))
 

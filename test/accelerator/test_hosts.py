@@ -16,7 +16,6 @@ import zero_opt
 from test.accelerator import C, assert_no_races, enable, unavailable
 from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
 from test.support.harness import run_processes
-from test.support.sampling import LONG as EVERY_CASE
 
 LONG = os.environ.get("ZERO_OPT_ACCELERATOR") == "long"
 SEEDS, CHUNK, SECONDS = tuple(range(12 if LONG else 1)), 8, 3600 if LONG else 900  # nothing hangs
@@ -65,12 +64,10 @@ CASES = (
 )
 
 
-RUN = CASES if EVERY_CASE else CASES[::2]
-
-
-@pytest.mark.parametrize("first", range(0, len(RUN), CHUNK))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", range(0, len(CASES), CHUNK))
 def test_a_mesh_of_two_dimensions_has_the_bits_of_the_cpu_and_no_race(first: int, subtests: pytest.Subtests) -> None:
-    wrong = wrong_lines(4, Plan(RUN[first : first + CHUNK], SEEDS, in_turn=True), timeout=SECONDS)
+    wrong = wrong_lines(4, Plan(CASES[first : first + CHUNK], SEEDS, in_turn=True), timeout=SECONDS)
     for name, lines in wrong.items():
         with subtests.test(msg=name):
             assert not lines, "\n".join(lines[:12])

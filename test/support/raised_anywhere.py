@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +22,11 @@ class Place(NamedTuple):
     path: str
     line: int
     event: str
+
+
+def _yields(frame: FrameType) -> bool:
+    """Whether a return event is a generator's that goes on later: an exception raised there passes by its handlers."""
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["YIELD_VALUE"]
 
 
 class Tracer:
@@ -48,7 +55,7 @@ class Tracer:
     def _come_to(self, frame: FrameType, event: str, _: Any) -> Any:
         if not (str(frame.f_globals.get("__name__")).startswith("zero_opt.") and self._of_call(frame)):
             return self._come_to
-        if event in ("line", "return") and self._counts():
+        if (event == "line" or (event == "return" and not _yields(frame))) and self._counts():
             place = Place(frame.f_code.co_filename, frame.f_lineno, event)
             self.places[place] = self.places.get(place, 0) + 1
             if self.due == (place, self.places[place]):
@@ -61,7 +68,11 @@ class Tracer:
         """Within the context, this thread is traced, unless the exception is raised, from there on.
 
         Handlers of signals are put back: the exception may come where they are replaced, or put back, themselves.
+        Garbage is collected before and after, as its destructors are not of the call.
         """
+        collected = gc.isenabled()
+        gc.collect()
+        gc.disable()
         before = sys.gettrace()
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self.places.clear()
@@ -70,6 +81,8 @@ class Tracer:
             yield
         finally:
             sys.settrace(before)
+            if collected:
+                gc.enable()
             for number, handler in handlers.items():
                 if callable(handler):
                     signal.signal(number, handler)

@@ -134,7 +134,6 @@ def _run_rank(rank: int, options: _Options, call: Callable[[int], Any]) -> tuple
 
 
 def _init_rank(rank: int, options: _Options) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if options.backend is None:
         return

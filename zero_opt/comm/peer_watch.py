@@ -259,8 +259,8 @@ class Watch:
         return self.leave_silent(
             missing,
             f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does}, and whether all ranks step "
-            f"several optimizers in one order, or wait longer with {self.timeout_option} ({text})",
+            f"{self.alone(missing)}; look at what {does}, and whether all ranks step several optimizers in one order "
+            f"(as Join lists them all), or wait longer with {self.timeout_option} ({text})",
         )
 
     def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
