@@ -211,7 +211,8 @@ class WorkerOffload:
         speculate: begin each bucket's step as soon as backward has reduced it, as if no gradient were clipped, into a
             second bank of masters and moments; ``step()`` commits it, or has it made anew from the first one. The bits
             are the same; the state takes twice the memory. For ``delay=0`` with ``Overlapped`` or ``DDPHook``. Over
-            DTensors (FSDP2) gradients leave ``p.grad`` then, as with ``delay=1`` and ``Overlapped``.
+            DTensors (FSDP2) gradients leave ``p.grad`` then, as with ``delay=1`` and ``Overlapped``; where they are
+            narrower than fp32, ``clip_grad_norm_`` does not round them again.
         warmup_steps: with ``delay=1``, the first so many steps are made as with ``delay=0``. A load sets their count
             to the largest ``step`` loaded; SGD and Lion keep none, and begin again.
         prediction: with ``delay=1``, between steps a parameter shows ``p + prediction * (r - p)``, where the update

@@ -31,7 +31,7 @@ from ..reduction.consumed_grad import ConsumedGrad
 from ..sharding.flat_param import is_dtensor
 from ..sharding.gather import broadcast_shards
 from ..sharding.late_params import await_others
-from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of
+from ..sharding.param_groups import PlannedGroups, hypers_of, normalized_group, params_of, set_hypers
 from ..sharding.pending_params import PendingParams
 from ..state.alike_entries import StateOwner
 from ..state.guard import marks
@@ -418,7 +418,7 @@ class BetweenSteps(Engine):
             self.placement.load(mine, loaded.groups)
             self.placement.resume(states)
         for group, hypers in zip(parts.param_groups, loaded.groups, strict=True):
-            group.update(copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
+            set_hypers(group, copy.deepcopy(hypers_of(hypers)))  # an lr may be a tensor, to be written in place
         self._forms.learn(self._user.param_groups, self._user.defaults)
         with parts.visible.lock:
             parts.visible.load(states)

@@ -109,7 +109,7 @@ class HyperForms:
         try:
             trial = Trial(self._class, zeros(), before)
             trial.step()
-            trial.optimizer.param_groups[0].update(after)
+            trial.set_hypers(after)
             trial.step()
         except (KeyError, StateDictError):
             return sorted(state_after_a_step(self._class, after, zeros()).keys() - trial.state.keys())

@@ -259,3 +259,10 @@ def param_name(param_groups: Sequence[Mapping[str, Any]], index: int) -> str:
 def hypers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a param group."""
     return {key: value for key, value in group.items() if key not in OUTER_KEYS}
+
+
+def set_hypers(group: MutableMapping[str, Any], hypers: Mapping[str, Any]) -> None:
+    """Give a param group these hyperparameters in place of those that it has."""
+    for gone in hypers_of(group).keys() - hypers.keys():
+        del group[gone]
+    group.update(hypers)

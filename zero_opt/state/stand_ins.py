@@ -193,7 +193,7 @@ class StandIns:
         """Return what a step makes of an entry, in place where the class steps so; ``None`` if it cannot step it."""
         with suppress(Exception):  # whatever a class raises
             trial = self._trial(kind)
-            trial.optimizer.param_groups[0].update(self._hypers(kind))
+            trial.set_hypers(self._hypers(kind))
             trial.optimizer.state[trial.param] = _with_elements(entry, trial)
             trial.step()
             return _without_elements(trial.state, entry)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOptimizer
-from ..sharding.param_groups import hypers_of
+from ..sharding.param_groups import hypers_of, set_hypers
 from ..sharding.wrapped_class import bare_step, is_elementwise, steps_params_apart
 from ..system.interrupts import uninterrupted
 
@@ -32,6 +32,8 @@ def is_known(cls: type[torch.optim.Optimizer]) -> bool:
 class Trial:
     """One parameter under an optimizer of its own. The class may raise anything about the arguments it is given.
 
+    Hyperparameters and arguments are copied: a class may write to them in its step.
+
     Args:
         like: the parameter's values, whose memory it takes. hypers: of its param group.
         **arguments: the class's own.
@@ -41,12 +43,16 @@ class Trial:
         self, cls: type[torch.optim.Optimizer], like: Tensor, hypers: Mapping[str, Any], **arguments: Any
     ) -> None:
         self.param = torch.nn.Parameter(like, requires_grad=False)
-        self.optimizer = cls([{**hypers, "params": [self.param]}], **arguments)
+        self.optimizer = cls([{**copy.deepcopy(hypers), "params": [self.param]}], **copy.deepcopy(arguments))
 
     @property
     def hypers(self) -> dict[str, Any]:
         """The hyperparameters as the class has completed them."""
         return hypers_of(self.optimizer.param_groups[0])
+
+    def set_hypers(self, hypers: Mapping[str, Any]) -> None:
+        """Give the param group these hyperparameters in place of its own."""
+        set_hypers(self.optimizer.param_groups[0], copy.deepcopy(hypers))
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -97,7 +103,7 @@ def trial_of(
 def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, Any]:
     """Return the state that a parameter gets; empty if the class cannot step it so (without a closure, say)."""
     try:
-        trial = Trial(cls, like, copy.deepcopy(hypers))
+        trial = Trial(cls, like, hypers)
         trial.step()
     except Exception:  # whatever a class raises
         return {}
@@ -147,7 +153,7 @@ class StateSizes:
 
     @uninterrupted()
     def _tried(self, hypers: Mapping[str, Any], like: Tensor) -> Mapping[str, int]:
-        given = dict(copy.deepcopy(hypers))
+        given = dict(hypers)
         if like.is_meta and given.get("fused"):
             given["fused"] = False  # the fused kernel needs memory, and the state is the same
         trial = Trial(self._class, like, given, **self._defaults)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -100,3 +101,69 @@ def _named(rank: int, world_size: int) -> str:
 def test_names_on_one_rank_alone_are_what_differs() -> None:
     words = "'as named_parameters() gives' on rank 0, 'none, as parameters() gives' on rank 1"
     assert run_processes(2, _named) == [f"names of parameters in group 0: {words}"] * 2
+
+
+class Counting(torch.optim.Optimizer):
+    """Each element by itself. Its step counts in its param group, in place."""
+
+    def __init__(self, params: Any, counter: Any) -> None:
+        super().__init__(params, {"counter": counter})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            counter = group["counter"]
+            if isinstance(counter, torch.Tensor):
+                counter += 1
+                count = int(counter)
+            else:
+                counter["steps"][0] += 1
+                count = counter["steps"][0]
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1 / count)
+
+
+zero_opt.register_elementwise(Counting)
+COUNTERS = {"tensor": torch.tensor(0.0), "dict": {"steps": [0]}}
+
+
+def _counted(rank: int, world_size: int, counter: str, bucket_mb: float) -> None:
+    shapes = ((40,), (3, 5), (7,))
+    params, plain = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    optimizer = zero_opt.ShardedOptimizer(
+        params, Counting, counter=copy.deepcopy(COUNTERS[counter]), reduction=zero_opt.Overlapped(bucket_mb=bucket_mb)
+    )
+    reference = Counting(plain, copy.deepcopy(COUNTERS[counter]))
+    for _ in range(4):
+        for each in (params, plain):
+            torch.autograd.backward([(param * param).sum() for param in each])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert optimizer.param_groups[0]["counter"] == reference.param_groups[0]["counter"]
+    assert all(map(torch.equal, params, plain))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 0.0001])
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_what_a_class_counts_in_its_group_it_counts_once_per_step(counter: str, bucket_mb: float) -> None:
+    run_processes(2, _counted, counter, bucket_mb)
+
+
+def _differing(rank: int, world_size: int) -> str:
+    param = torch.nn.Parameter(torch.ones(200))
+    optimizer = zero_opt.ShardedOptimizer([param], Counting, counter={"steps": [0]})
+    optimizer.param_groups[0]["counter"]["steps"][0] += rank
+    param.sum().backward()
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_what_is_within_a_hyperparameter_is_compared() -> None:
+    first, second = run_processes(2, _differing)
+    assert "hyperparameter counter of group 0" in first and first == second

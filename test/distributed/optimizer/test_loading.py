@@ -420,3 +420,24 @@ def _momentum_off(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_momentum_that_was_turned_off_beside_nesterov_is_loaded(world_size: int) -> None:
     run_threads(world_size, _momentum_off)
+
+
+def _with_other_keys(rank: int, world_size: int, offload: Any) -> None:
+    params = _params()
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.Adam, lr=0.1, fused=True, offload=offload)
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    optimizer.param_groups[0]["own"] = 1
+    optimizer.load_state_dict(_saved())
+    assert optimizer.param_groups[0].keys() == torch.optim.Adam(params).param_groups[0].keys()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert scheduler.base_lrs == [0.5]
+    _fill(params)
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_keys_of_a_group_that_the_dict_lacks_are_gone_as_in_torch(world_size: int, offload: Any) -> None:
+    """As ``initial_lr`` of a scheduler of before, which the next one would begin from."""
+    run_processes(world_size, _with_other_keys, offload)

@@ -82,3 +82,20 @@ def test_a_trial_keeps_no_gradient_even_of_a_step_that_failed() -> None:
     with pytest.raises(ArithmeticError):
         trial.step()
     assert trial.param.grad is None and trial.state == {}
+
+
+def test_what_a_class_writes_to_its_arguments_stays_within_the_trial() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["counts"].append(1)
+                group["lr"] += 1
+
+    hypers, lr = {"counts": [0]}, torch.tensor(1.0)
+    trial = Trial(Counting, torch.zeros(2), hypers, lr=lr)
+    trial.step()
+    assert trial.hypers["counts"] == [0, 1] and float(trial.hypers["lr"]) == 2
+    trial.set_hypers({**hypers, "lr": lr})
+    trial.step()
+    assert trial.hypers["counts"] == [0, 1] and trial.hypers.keys() == {"counts", "lr"}
+    assert hypers == {"counts": [0]} and float(lr) == 1

@@ -53,11 +53,15 @@ class _Twin:
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
 
-        One that is cut otherwise than the parameter stays in ``p.grad`` for :meth:`follow`.
+        One that is cut otherwise than the parameter, or of another dtype or device than that had, stays in ``p.grad``
+        for :meth:`follow`.
         """
         param, plain = self.param, self.plain
         if param.grad is not None and is_cut_alike(param.grad, param):
-            plain.grad = local_of(param.grad)
+            try:
+                plain.grad = local_of(param.grad)
+            except RuntimeError:  # it does not fit: the step refuses the parameter
+                return
             for hook in (plain._post_accumulate_grad_hooks or {}).values():
                 hook(plain)
             self.show_consumed()

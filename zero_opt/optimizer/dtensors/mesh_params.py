@@ -56,6 +56,9 @@ from .mesh_group import MeshGroup
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, and the norm to clip to.
 _ROW = struct.Struct("<ddd")
+_NORM = struct.Struct("<d")
+# How far, relative to the norm, replicas' gradients may be apart: they are made by kernels that may round otherwise.
+_ROUNDING = 1e-4
 
 
 class MeshParams:
@@ -146,8 +149,8 @@ class MeshParams:
             error: why this rank cannot clip.
 
         Raises:
-            RankMismatch: on every rank, if limits differ, or ranks are in different calls. ZeroOptError: on every rank,
-                the ``error`` of one.
+            RankMismatch: on every rank, if limits or norms differ, or ranks are in different calls. ZeroOptError: on
+                every rank, the ``error`` of one.
             PeerLost, PeerSilent: a rank does not come.
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
@@ -171,7 +174,31 @@ class MeshParams:
                 if error is not None:
                     raise error
         _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
-        return Share.from_rows(rows, norm_dtype(params))
+        share = Share.from_rows(rows, norm_dtype(params))
+        if len({*map(_mesh_of, params)}) > 1:
+            with self.together(self.call):
+                self._require_one_norm(share.square, clips=limit > 0)
+        return share
+
+    def _require_one_norm(self, square: float, *, clips: bool) -> None:
+        """Raise RankMismatch if ranks that share a DTensor would do different things to its parts. Collective.
+
+        Args:
+            square: of the norm that this rank has put together.
+            clips: whether gradients will be clipped to it; if not, what counts is whether it is finite.
+        """
+        for group in self._groups.values():
+            told = group.all_gather_bytes(_NORM.pack(math.sqrt(square)), self.call)
+            (first, wanted), *others = zip(group.ranks, (norm for (norm,) in map(_NORM.unpack, told)), strict=True)
+            for rank, norm in others:
+                apart = clips and not math.isclose(norm, wanted, rel_tol=_ROUNDING)
+                if math.isfinite(norm) != math.isfinite(wanted) or (math.isfinite(norm) and apart):
+                    raise RankMismatch(
+                        f"the norm of the gradients is {wanted:g} on rank {first} and {norm:g} on rank {rank}: "
+                        "parameters of a smaller mesh, or plain ones, have other gradients on other ranks. Give those "
+                        "of smaller meshes an optimizer of their own, or one mesh of all ranks (experts by data), and "
+                        "average the gradients of plain ones"
+                    )
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ...kernels.functions import ADAM
 from ...reduction.interface import GradShard, used_params
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
-from ...sharding.param_groups import hypers_of
+from ...sharding.param_groups import hypers_of, set_hypers
 from ...sharding.wrapped_class import bare_step, steps_params_apart
 from ...system.garbage_collection import without_collection
 from ...system.same_objects import SameObjects
@@ -146,10 +146,7 @@ class DevicePlacement(SlicePlacement[Unit]):
             shown.forget()
         self._load_mirrors()
         for outer, own in zip(groups, inner.param_groups, strict=True):
-            hypers = hypers_of(outer)
-            for gone in hypers_of(own).keys() - hypers.keys():
-                del own[gone]
-            own.update(hypers)
+            set_hypers(own, hypers_of(outer))
         self._make_units.begin()
         yield from self._step_shards(grads, grad_scale)
         for outer, own in zip(groups, inner.param_groups, strict=True):

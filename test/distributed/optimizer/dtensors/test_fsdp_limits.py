@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -156,6 +156,11 @@ def _unsharded(rank: int, world_size: int) -> None:
             _refuse(ParamsUnsharded, r"is unsharded: .*before step\(\)", optimizer.step)
             assert_bitwise([locals_of(sharded_params), local_state(optimizer)], [before, state])
             net.reshard()
+            pending = net.unshard(async_op=True)
+            _refuse(ParamsUnsharded, r"is being unsharded", optimizer.step)
+            assert_bitwise([locals_of(sharded_params), local_state(optimizer)], [before, state])
+            pending.wait()
+            net.reshard()
             optimizer.step()
         if offload is LATER:
             net(torch.ones(4, WIDTH))
@@ -168,6 +173,20 @@ def _unsharded(rank: int, world_size: int) -> None:
 
 def test_gathered_copies_are_neither_taken_nor_left_behind() -> None:
     run_processes(2, _unsharded)
+
+
+def _cast(rank: int, world_size: int) -> None:
+    for offload in (WORKER, LATER, EARLY):
+        net = sharded(mesh_of((world_size,)), MixedPrecisionPolicy())
+        optimizer = ours(net, offload=offload)
+        net.to(torch.bfloat16)
+        net(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+        _refuse(UnsupportedParam, "was torch.float32 .* and is torch.bfloat16", optimizer.step)
+        optimizer.close()
+
+
+def test_a_model_that_is_cast_later_is_refused_in_the_step() -> None:
+    run_processes(2, _cast)
 
 
 def _misfits(rank: int, world_size: int) -> None:
