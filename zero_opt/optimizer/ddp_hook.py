@@ -31,7 +31,8 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
         A future that is complete: the bucket's own tensor, which DDP copies from, or as all-reduced once it is closed.
 
     Raises:
-        ConfigTypeError, ConfigConflict: not such an optimizer, or DDP trains parameters that it has not.
+        ConfigTypeError, ConfigConflict: not such an optimizer, a wrapper has rounded the bucket, or DDP trains
+            parameters that the optimizer has not.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         raise ConfigTypeError(
@@ -41,6 +42,12 @@ def ddp_hook(optimizer: ShardedOptimizer, bucket: GradBucket) -> torch.futures.F
         raise ConfigConflict(
             'torch._dynamo.config.optimize_ddp="python_reducer" reduces gradients one by one; leave it at True, or use '
             "reduction=zero_opt.AlreadyReduced() without the hook"
+        )
+    of_params = bucket.parameters()[0].dtype
+    if bucket.buffer().dtype not in (of_params, of_params.to_real()):  # DDP gives complex gradients as real ones
+        raise ConfigConflict(
+            "a wrapper (fp16_compress_wrapper, say) has rounded the bucket given to zero_opt.ddp_hook, which sends "
+            "gradients as they were; register the hook itself, and set MixedPrecision(reduce_dtype=...)"
         )
     group = optimizer._engine.group
     if optimizer._closed and group.world_size > 1:  # DDP keeps its hook; what else trains the model needs the mean

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -262,7 +263,8 @@ def _refused(rank: int, world_size: int, what: str) -> str:
     )
     wrapped = DistributedDataParallel(model)
     if what != "unregistered":
-        wrapped.register_comm_hook(model if what == "state" else optimizer, zero_opt.ddp_hook)  # type: ignore[arg-type]
+        hook = fp16_compress_wrapper(zero_opt.ddp_hook) if what == "rounded" else zero_opt.ddp_hook
+        wrapped.register_comm_hook(model if what == "state" else optimizer, hook)  # type: ignore[arg-type]
     before = [param.detach().clone() for param in model.parameters()]
 
     def train() -> None:
@@ -284,6 +286,7 @@ def _refused(rank: int, world_size: int, what: str) -> str:
         ("partial", "that is not in the ShardedOptimizer"),
         ("alone", "is over one rank"),
         ("state", "needs a ShardedOptimizer, got Branches"),
+        ("rounded", "set MixedPrecision(reduce_dtype=...)"),
     ],
 )
 def test_misuse_is_told(what: str, message: str) -> None:
