@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from support.contenders import (
     reduced_bytes,
     reduced_contenders,
 )
-from support.machine import command, load, machine, today, write_result
+from support.machine import command, load, machine, say, today, write_result
 
 from zero_opt import _native
 
@@ -52,11 +51,6 @@ def table(title: str, times: Times, unit: str, gigabytes: dict[str, float]) -> l
         rate = f"{gigabytes[name] / middle * 1e3:.0f}" if name in gigabytes else ""
         lines.append(f"| {name} | {middle:.1f} | {min(mine):.1f} | {ratio:.2f} | {rate} |")
     return [*lines, ""]
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def fp32_section(numel: int, threads: int, rounds: int) -> tuple[list[str], Times]:

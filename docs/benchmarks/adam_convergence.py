@@ -7,15 +7,8 @@ Two ranks of one host train it under ShardedOptimizer, with each form of AdamSta
 
 from __future__ import annotations
 
-import math
-import multiprocessing
-import tempfile
-from multiprocessing.connection import Connection
-
-import torch
-import torch._dynamo  # every optimizer would import it, on every rank
-import torch.distributed as dist
 from support.convergence import Study, Trained, train_rank
+from support.forked import forked
 
 import zero_opt
 
@@ -27,27 +20,9 @@ FORMS = {
 }
 
 
-def _run(rank: int, folder: str, form: zero_opt.AdamState, seed: int, steps: int, answer: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    bits = train_rank(seed, steps, zero_opt.CPUAdamW, state=form)
-    if rank == 0:
-        answer.send(bits)
-    dist.destroy_process_group()
-
-
 def train(form: zero_opt.AdamState, seed: int, steps: int) -> Trained:
     """Train on forked ranks."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        given = folder, form, seed, steps, theirs
-        ranks = [fork.Process(target=_run, args=(rank, *given)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    return Trained(ours.recv() if ours.poll() else math.nan)
+    return Trained(forked(lambda *_: train_rank(seed, steps, zero_opt.CPUAdamW, state=form), RANKS)[0])
 
 
 if __name__ == "__main__":

@@ -13,18 +13,14 @@ the squares that the look needs.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from support.forked import slower
+from support.forked import forked, timed
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
@@ -52,14 +48,6 @@ def model() -> torch.nn.Module:
     layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
     body = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDTH), body)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds until the slower rank has returned from `call`."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    return slower(time.perf_counter() - begin)
 
 
 def train_backward(net: torch.nn.Module, optimizer: Any, tokens: torch.Tensor) -> Callable[[], None]:
@@ -124,10 +112,8 @@ def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
         times[SQUARES if adds_up else REDUCE].append(timed(partial(reduce, turn, adds_up=adds_up)))
 
 
-def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
-    """The life of one rank; rank 0 sends the times."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def measured(rank: int, _: int, rounds: int) -> Times:
+    """Return the times of the slower rank."""
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
     backwards, steps, optimizers = {}, {}, {}
     for name, nonfinite in ((STEP, "ignore"), (SKIP, "skip")):
@@ -147,25 +133,8 @@ def run_rank(rank: int, store: str, rounds: int, pipe: Any) -> None:
             checks_alone(optimizers[STEP], times)
             look_alone(optimizers[SKIP], backwards[SKIP], times)
             reductions_alone(optimizers[SKIP], number, times)
-    if rank == 0:
-        pipe.send(times)
     for optimizer in optimizers.values():
         optimizer.close()
-    dist.barrier()
-
-
-def measured(rounds: int) -> Times:
-    """The times of two forked ranks."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [context.Process(target=run_rank, args=(r, store, rounds, theirs)) for r in range(WORLD_SIZE)]
-        for process in ranks:
-            process.start()
-        times: Times = ours.recv()
-        for process in ranks:
-            process.join(60)
     return times
 
 
@@ -204,7 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    text = report(measured(arguments.rounds))
+    text = report(forked(measured, WORLD_SIZE, arguments.rounds)[0])
     print(text)
     if arguments.write:
         write_result(arguments.write, "checks", text)

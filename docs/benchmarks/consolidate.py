@@ -11,18 +11,15 @@ rank's half of them in one message into new memory, and to copy the other half i
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.forked import forked, timed
 from support.machine import command, load, machine, spread, today, write_result
 
 import zero_opt
@@ -58,16 +55,6 @@ def fill_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.full_like(p, 1e-3)
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds until the slower rank has returned from `call`."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
 
 
 def peak_mb(call: Callable[[], Any]) -> float:
@@ -123,11 +110,8 @@ def measure_alone(rank: int, optimizer: Any, times: Times, peaks: Times) -> None
             peaks[f"{name} {at}"].append(peak[at].item())
 
 
-def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
-    """One rank: its times, from rank 0."""
-    warnings.simplefilter("ignore")  # the peer's own deprecations
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+def measured(rank: int, _: int, rounds: int) -> tuple[Times, Times]:
+    """Return the times of the slower rank, and the peaks of memory."""
     contenders: dict[str, Any] = optimizers()
     times: Times = {f"{name}{part}": [] for name in contenders for part in ("", " state_dict")}
     times |= {ALONE: [], FLOOR: []}
@@ -144,9 +128,7 @@ def rank_main(rank: int, store: str, rounds: int, answer: Any) -> None:
                 print(f"round {number + 1}: {name} {times[name][-1]:.3f} s", file=sys.stderr, flush=True)
     if rank == 0:
         check_same_state(contenders)
-        answer.send((times, peaks))
-    dist.barrier()
-    dist.destroy_process_group()
+    return times, peaks
 
 
 def check_same_state(contenders: dict[str, Any]) -> None:
@@ -156,26 +138,6 @@ def check_same_state(contenders: dict[str, Any]) -> None:
         states = optimizer.state_dict()["state"].values()
         sizes.add(sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor)))
     assert len(sizes) == 1, sizes
-
-
-def measure(rounds: int) -> tuple[Times, Times]:
-    """Fork the ranks and wait for what rank 0 says."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_main, args=(rank, f"{folder}/store", rounds, theirs))
-            for rank in range(WORLD_SIZE)
-        ]
-        for process in ranks:
-            process.start()
-        theirs.close()
-        try:
-            found: tuple[Times, Times] = ours.recv()
-        finally:
-            for process in ranks:
-                process.join(60)
-    return found
 
 
 def report(times: Times, peaks: Times, rounds: int) -> str:
@@ -229,7 +191,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
     arguments = parser.parse_args()
-    text = report(*measure(arguments.rounds), arguments.rounds)
+    text = report(*forked(measured, WORLD_SIZE, arguments.rounds)[0], arguments.rounds)
     print(text)
     if arguments.write:
         write_result(arguments.write, "consolidate", text)

@@ -11,7 +11,9 @@ over rounds of its ranks' medians over steps; ratios are taken within a round. B
 interface of the host to the others, with packet headers; the least that must be sent is 2 (H-1)/H of the parameters, of
 H hosts.
 
-DDP has ``gradient_as_bucket_view=True``, and buckets of its default size. Every optimizer is AdamW with ``fused=True``.
+DDP has ``gradient_as_bucket_view=True``, and buckets of its default size. One row has its ``fp16_compress_hook``, for
+comparison with bf16 between hosts: over gloo, DDP refuses its hook for bf16. Every optimizer is AdamW with
+``fused=True``.
 "the model alone" is forward, backward and step of independent ranks. --draw adds what host 0 sends and receives over
 time in one step of the last round.
 """
@@ -30,11 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import command, load, machine, say, spread, today, write_result
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, LanguageModel, make_model
 from support.ranks import Outcome, Run, execute
+from support.report import same_loss
 from support.systems import HYPERS, System, Trainer, ddp_adamw, trainer, zero_redundancy
 from support.wire import Wire, bars
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import zero_opt
 
@@ -68,6 +72,7 @@ def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
     found = {
         ALONE: System(alone, trains=False),
         DDP: System(ddp_adamw),
+        "DDP, fp16_compress_hook": System(partial(ddp_adamw, hook=fp16_compress_hook)),
         "DDP + ZeroRedundancyOptimizer": System(zero_redundancy),
     }
     for size in (None, *bucket_mb):
@@ -137,8 +142,8 @@ class Results:
 def measure(layout: Layout, arguments: argparse.Namespace) -> Results:
     """All rounds in one layout."""
     batch = Batch(arguments.rows, arguments.tokens)
-    count = sum(p.numel() * p.element_size() for p in make_model(batch.tokens).parameters())
-    results, compared = Results(layout, count), systems(arguments.bucket_mb)
+    nbytes = sum(p.numel() * p.element_size() for p in make_model(batch.tokens).parameters())
+    results, compared = Results(layout, nbytes), systems(arguments.bucket_mb)
     names, wires = list(compared), {}
     with Network(layout.hosts) as network:
         network.link(rate=1e9 * arguments.gbit, round_trip_s=arguments.round_trip_ms / 1e3)
@@ -146,9 +151,8 @@ def measure(layout: Layout, arguments: argparse.Namespace) -> Results:
         for number in range(arguments.rounds):
             turn, drawn = number * len(names) // arguments.rounds, arguments.draw and number == arguments.rounds - 1
             for name in names[turn:] + names[:turn]:
-                run = Run(
-                    name, layout.hosts * layout.ranks, batch, arguments.warmup, arguments.steps, False, compared, join
-                )
+                count = layout.hosts * layout.ranks
+                run = Run(name, count, batch, arguments.warmup, arguments.steps, systems=compared, join=join)
                 with Wire(lambda: network.carried()[0]) if drawn else contextlib.nullcontext() as wire:
                     outcome = execute(run)
                 results.rounds.setdefault(name, []).append(outcome)
@@ -156,7 +160,7 @@ def measure(layout: Layout, arguments: argparse.Namespace) -> Results:
                 say(f"{layout.hosts}x{layout.ranks}, round {number + 1}: {name} {outcome.total / 1e3:.2f} s")
     if arguments.draw:
         add_use(results, wires, arguments)
-    same_loss(results, compared, arguments.tolerance)
+    same_loss(results.rounds, compared, DDP, arguments.tolerance)
     return results
 
 
@@ -168,24 +172,6 @@ def add_use(results: Results, wires: dict[str, Wire], arguments: argparse.Namesp
     for name, wire in wires.items():
         began = last[name].began + lengths[name] * (arguments.steps // 2)
         results.use[name] = wire.use(began, began + lengths[name], results.column_s, 1e9 * arguments.gbit)
-
-
-def same_loss(results: Results, compared: dict[str, System], tolerance: float) -> None:
-    """Systems that train differently cannot be compared.
-
-    Raises:
-        RuntimeError: a system's last loss is off by more than ``tolerance``, relatively.
-    """
-    for name, system in compared.items():
-        pairs = zip(results.rounds[name], results.rounds[DDP], strict=True)
-        worst = max(abs(ours.loss / theirs.loss - 1) for ours, theirs in pairs)
-        if system.trains and worst > tolerance:
-            raise RuntimeError(f"{name} ends at another loss than {DDP}: off by {worst:.2%}")
-
-
-def say(line: str) -> None:
-    """Progress, apart from the result."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def section(results: Results) -> list[str]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.forked import forked, slower
+from support.forked import forked, in_turn, timed
 from support.machine import command, load, machine, spread, today, write_result
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -65,7 +63,7 @@ def bare(model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 def ddp(model: nn.Module) -> tuple[nn.Module, Any]:
-    """DDP, with AdamW or ZeroRedundancyOptimizer around it."""
+    """DDP and AdamW."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return wrapped, ADAMW(wrapped.parameters())
 
@@ -85,22 +83,11 @@ SYSTEMS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
 }
 
 
-def step_seconds(model: nn.Module, optimizer: Any, data: Tensor) -> float:
-    """One training step."""
-    dist.barrier()
-    begin = time.perf_counter()
+def train_step(model: nn.Module, optimizer: Any, data: Tensor) -> None:
+    """Train one step."""
     model(data).backward()
     optimizer.step()
     optimizer.zero_grad()
-    return slower(time.perf_counter() - begin)
-
-
-def call_seconds(call: Callable[[], Any]) -> float:
-    """Whatever the ranks call."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    return slower(time.perf_counter() - begin)
 
 
 def state_times(made: dict[str, tuple[nn.Module, Any]], data: Tensor, rank: int, rounds: int) -> dict[str, list[float]]:
@@ -123,35 +110,32 @@ def state_times(made: dict[str, tuple[nn.Module, Any]], data: Tensor, rank: int,
     }
     times: dict[str, list[float]] = {name: [] for name in [*calls, "load_state_dict()"]}
     for _ in range(rounds):
-        step_seconds(model, sharded, data)
-        step_seconds(wrapped, peer, data)
+        train_step(model, sharded, data)
+        train_step(wrapped, peer, data)
         for name, call in calls.items():
-            times[name].append(call_seconds(call))
+            times[name].append(timed(call))
         alone()
         dist.broadcast_object_list(full, src=0)
-        times["load_state_dict()"].append(call_seconds(lambda: sharded.load_state_dict(full[0])))
+        times["load_state_dict()"].append(timed(lambda: sharded.load_state_dict(full[0])))
     return times
 
 
-def measured(rank: int, store: str, case: tuple[int, int], rounds: int, answer: Any) -> None:
-    """One rank."""
-    warnings.simplefilter("ignore")  # the peers' own deprecations
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+Times = dict[str, list[float]]
+
+
+def measured(rank: int, _: int, case: tuple[int, int], rounds: int) -> tuple[Times, Times]:
+    """Return the seconds of steps by system, and of what is done with the state."""
     made, data = {name: build(Product(*case)) for name, build in SYSTEMS.items()}, torch.ones(case[1])
     steps: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds + 3):
-        for name, (model, optimizer) in made.items():
-            seconds = step_seconds(model, optimizer, data)
+        for name, (model, optimizer) in in_turn(made, turn):
+            seconds = timed(partial(train_step, model, optimizer, data))
             if turn >= 3:
                 steps[name].append(seconds)
     states = state_times(made, data, rank, max(3, rounds // 5))
-    if rank == 0:
-        answer.put((steps, states))
     for _, optimizer in made.values():
         getattr(optimizer, "close", lambda: None)()
-    dist.barrier()
-    dist.destroy_process_group()
+    return steps, states
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -159,33 +143,27 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [param], "lr": 1e-3 * (1 + i / 1_000)} for i, param in enumerate(model.parameters())]
 
 
-def grouped(rank: int, store: str, case: tuple[int, int], rounds: int, answer: Any) -> None:
-    """One rank, with many param groups."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+def grouped(_: int, __: int, case: tuple[int, int], rounds: int) -> Times:
+    """Return the seconds of ``step()`` over many param groups, by system."""
     plain, model, data = Product(*case), Product(*case), torch.ones(case[1])
     sharded = zero_opt.ShardedOptimizer(groups_of(model), torch.optim.AdamW, fused=True)
     made: dict[str, tuple[nn.Module, Any]] = {BARE: (plain, ADAMW(groups_of(plain))), "zero_opt": (model, sharded)}
     times: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds + 3):
-        for name, (trained, optimizer) in made.items():
+        for name, (trained, optimizer) in in_turn(made, turn):
             trained(data).backward()
-            seconds = call_seconds(optimizer.step)
+            seconds = timed(optimizer.step)
             optimizer.zero_grad()
             if turn >= 3:
                 times[name].append(seconds)
-    if rank == 0:
-        answer.put((times, {}))
     sharded.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 def section(case: tuple[int, int], rounds: int) -> list[str]:
     """The tables of one case."""
     count, numel = case
-    [(steps, states)] = forked(measured, WORLD_SIZE, case, rounds, answers=1)
+    steps, states = forked(measured, WORLD_SIZE, case, rounds)[0]
     lines = [f"**{count:,} parameters of {numel:,} elements**", ""]
     lines += ["| system | step, ms | overhead per parameter, us |", "| --- | ---: | ---: |"]
     for name, values in steps.items():
@@ -199,7 +177,7 @@ def section(case: tuple[int, int], rounds: int) -> list[str]:
 def groups_section(rounds: int) -> list[str]:
     """The table of param groups."""
     count, numel = GROUPS
-    [(times, _)] = forked(grouped, WORLD_SIZE, GROUPS, rounds, answers=1)
+    times = forked(grouped, WORLD_SIZE, GROUPS, rounds)[0]
     lines = [f"**{count:,} param groups of one parameter of {numel:,} elements**", ""]
     lines += ["| system | `step()`, ms | beside the model alone |", "| --- | ---: | ---: |"]
     for name, values in times.items():

@@ -60,10 +60,11 @@ def step_seconds(params: list[nn.Parameter], optimizer: Any, turn: int) -> float
     return seconds
 
 
-def rank_main(rank: int, store: str, shape: Sequence[int], rounds: int, answer: Any) -> None:
-    """One rank: sends its times, the figures of its last step, and whether the bits are the same."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+Measured = tuple[Times, dict[str, float], bool]
+
+
+def measured(rank: int, _: int, shape: Sequence[int], rounds: int) -> Measured:
+    """Return this rank's times, the figures of its last step, and whether the bits are the same."""
     plain, params = matrices(shape), matrices(shape)
     sharded = zero_opt.ShardedOptimizer(params, torch.optim.Muon, lr=0.02)
     made = {SHARDED: (params, sharded), EVERY: (plain, None if rank else torch.optim.Muon(plain, lr=0.02))}
@@ -76,22 +77,21 @@ def rank_main(rank: int, store: str, shape: Sequence[int], rounds: int, answer: 
     for matrix in plain:
         dist.broadcast(matrix.detach(), src=0)
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(params, plain, strict=True))
-    answer.put((rank, times, sharded.stats(), same))
+    figures = sharded.stats()
     sharded.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return times, figures, same
 
 
-def report(found: list[tuple[int, Times, dict[str, float], bool]]) -> tuple[list[str], bool]:
+def report(found: list[Measured]) -> tuple[list[str], bool]:
     """Return the lines of the result, and whether it is within its bounds."""
     lines = ["| | processor time, s |", "| --- | ---: |"]
-    lines += [f"| zero_opt, rank {rank} | {spread(times[SHARDED])} |" for rank, times, _, _ in found]
-    lines += [f"| {EVERY} | {spread(found[0][1][EVERY])} |"]
-    ours, every = [statistics.median(times[SHARDED]) for _, times, _, _ in found], statistics.median(found[0][1][EVERY])
+    lines += [f"| zero_opt, rank {rank} | {spread(times[SHARDED])} |" for rank, (times, _, _) in enumerate(found)]
+    lines += [f"| {EVERY} | {spread(found[0][0][EVERY])} |"]
+    ours, every = [statistics.median(times[SHARDED]) for times, _, _ in found], statistics.median(found[0][0][EVERY])
     beside_mean = max(ours) / statistics.mean(ours)
     beside_every = max(ours) / every
     same = all(equal for *_, equal in found)
-    figures = found[0][2]
+    figures = found[0][1]
     lines += [
         "",
         f"The busiest rank takes {beside_mean:.3f} of the mean (at most {MOST_BESIDE_MEAN:.2f}), and "
@@ -112,10 +112,9 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     lines = [f"### A Muon step, {today()}", "", f"`{command('docs/benchmarks/muon.py')}`", ""]
-    before = load()
-    table, good = report(sorted(forked(rank_main, WORLD_SIZE, arguments.shape, arguments.rounds, answers=WORLD_SIZE)))
+    table, good = report(forked(measured, WORLD_SIZE, arguments.shape, arguments.rounds))
     lines += [
-        f"{machine()}; {before}. {WORLD_SIZE} ranks, one thread each, {MATRICES} matrices of "
+        f"{machine()}; {load()}. {WORLD_SIZE} ranks, one thread each, {MATRICES} matrices of "
         f"{arguments.shape[0]} x {arguments.shape[1]}, "
         f"{arguments.rounds} rounds; processor time of `step()`.",
         "",

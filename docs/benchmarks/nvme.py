@@ -1,6 +1,6 @@
 """A shard of optimizer state that is several times the memory it is allowed, stepped from a disk.
 
-    python docs/benchmarks/nvme.py DIRECTORY [--state-mb 2048] [--rounds 7] [--forms] [--write docs/benchmarks/results/]
+    python docs/benchmarks/nvme.py [DIRECTORY] [--state-mb 2048] [--rounds 7] [--forms] [--write FOLDER]
 
 Per round, in turns: the disk's own speed, and one step. The first is a plain loop over a file as large, reserved and
 opened in the same way: it is read and written from start to end at the same time, in blocks as large as a window's
@@ -179,16 +179,16 @@ def measure(arguments: argparse.Namespace) -> str:
         optimizer.step()
     own, reads, writes, steps = [], [], [], []
     for _ in range(arguments.rounds):
-        own.append(2 * nbytes / 1e6 / plain.move([False, True]))
+        own.append(2 * plain.nbytes / 1e6 / plain.move([False, True]))
         begin = time.perf_counter()
         optimizer.step()
         steps.append(2 * nbytes / 1e6 / (time.perf_counter() - begin))
-        reads.append(nbytes / 1e6 / plain.move([False]))
-        writes.append(nbytes / 1e6 / plain.move([True]))
+        reads.append(plain.nbytes / 1e6 / plain.move([False]))
+        writes.append(plain.nbytes / 1e6 / plain.move([True]))
     held = status("VmHWM") - before
     windows = optimizer.memory_report()["staging"]
     optimizer.close()
-    share = statistics.median(steps) / statistics.median(own)
+    share = statistics.median(map(float.__truediv__, steps, own))  # round by round
     rows = [
         ("state in the file, MiB", f"{arguments.state_mb}"),
         ("windows, MiB, all of them", f"{windows / MIB:.0f}"),
@@ -216,7 +216,7 @@ def measure(arguments: argparse.Namespace) -> str:
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="on the disk to use")
+    parser.add_argument("directory", nargs="?", default="build/nvme", help="on the disk to use")
     parser.add_argument("--state-mb", type=int, default=2048, help="size of the state, in MiB")
     parser.add_argument("--forms", action="store_true", help="compare forms of the state")
     parser.add_argument("--mi", type=int, default=32, help="with --forms: parameters, in Mi")

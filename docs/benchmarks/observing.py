@@ -10,9 +10,10 @@ of ``stats()``, times how many a step has.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,13 +23,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.forked import forked
 from support.machine import command, load, machine, today, write_result
 from torch import nn
 
 import zero_opt
-from zero_opt.optimizer import sharded
-from zero_opt.system import stages
 from zero_opt.system.phases import Phase, Seconds
 
 _CALLS = 20_000
@@ -42,11 +41,11 @@ def unobserved() -> Iterator[None]:
     def nothing(*_: Any) -> Any:  # a mock takes longer to call than a phase
         return context
 
-    with (
-        mock.patch.object(sharded, "Phase", nothing),
-        mock.patch.object(stages, "Phase", nothing),
-        mock.patch.object(Seconds, "counted", nothing),
-    ):
+    with contextlib.ExitStack() as patches:
+        for module in list(sys.modules.values()):  # each has the name of its own
+            if module is not sys.modules[__name__] and vars(module).get("Phase") is Phase:
+                patches.enter_context(mock.patch.object(module, "Phase", nothing))
+        patches.enter_context(mock.patch.object(Seconds, "counted", nothing))
         yield
 
 
@@ -77,10 +76,11 @@ def counted() -> Iterator[list[int]]:
         yield count
 
 
-def train(rank: int, ranks: int, rounds: int, store: str, results: Any) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+Observed = tuple[list[float], list[float], int, float, float]
+
+
+def observed(_: int, __: int, rounds: int) -> Observed:
+    """Return differences of steps, steps without, phases of a step, and microseconds of a phase and of ``stats()``."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
     opt = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True, max_grad_norm=1.0)
@@ -103,15 +103,14 @@ def train(rank: int, ranks: int, rounds: int, store: str, results: Any) -> None:
     differences, bare = [], []
     for turn in range(rounds):
         order = (True, False) if turn % 2 else (False, True)
-        seconds = {observed: step(nullcontext() if observed else unobserved()) for observed in order}
+        seconds = {labeled: step(nullcontext() if labeled else unobserved()) for labeled in order}
         differences.append(seconds[True] - seconds[False])
         bare.append(seconds[False])
     with Seconds().counted("other"):
         phase_us = each_us(phase)
-    if rank == 0:
-        results.put((differences, bare, count[0], phase_us, each_us(opt.stats)))
+    stats_us = each_us(opt.stats)
     opt.close()
-    dist.destroy_process_group()
+    return differences, bare, count[0], phase_us, stats_us
 
 
 def main() -> None:
@@ -121,12 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100, help="pairs of steps")
     parser.add_argument("--write", type=Path, help="a folder for the result")
     given = parser.parse_args()
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (given.ranks, given.rounds, f"{folder}/store", results)
-        started = mp.spawn(train, arguments, given.ranks, join=False)
-        differences, bare, count, phase_us, stats_us = results.get()
-        started.join()
+    differences, bare, count, phase_us, stats_us = forked(observed, given.ranks, given.rounds)[0]
     mean, half = statistics.fmean(differences), 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
     lines = [
         f"### The cost of being observed, {today()}",

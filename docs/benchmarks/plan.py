@@ -11,6 +11,8 @@ import random
 import time
 from collections.abc import Callable
 
+from support.machine import command, load, machine, today
+
 from zero_opt.layout import BucketLayout, ParamSpec, plan_flat, plan_whole_params
 
 PARAMS, WORLD_SIZE, BUCKET_BYTES = 100_000, 4_096, 25 * 2**20
@@ -32,8 +34,9 @@ def seconds(planner: Callable[..., list[BucketLayout]], specs: dict[int, ParamSp
 
 
 def main() -> None:
-    """Print one row per planner."""
+    """Measure, and print one row per planner."""
     specs = large_model()
+    print(f"### Planning, {today()}\n\n`{command('docs/benchmarks/plan.py')}`\n\n{machine()}; {load()}.\n")
     print(f"{PARAMS:,} parameters, {sum(s.numel for s in specs.values()):,} elements, {WORLD_SIZE:,} ranks")
     print("| planner           | buckets | slices of one rank | seconds |")
     print("| ----------------- | ------- | ------------------ | ------- |")

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from support.forked import forked
 from support.machine import command, load, machine, today, write_result
 
 import zero_opt
@@ -31,9 +31,6 @@ from zero_opt.comm.exchange import BucketReduction, Ident, ParamRuns, Run, Stagi
 from zero_opt.comm.groups import INLINE_BYTES
 from zero_opt.comm.lazy_gloo import partners
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before the standard library, which has a "test" too
-from test.support.harness import run_processes
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPT = "docs/benchmarks/scale.py"
@@ -106,8 +103,8 @@ def _messages(rank: int, _: int, nbytes: int, count: int) -> float:
 
 def measure(rounds: int) -> Costs:
     """Medians over rounds."""
-    small = [statistics.mean(run_processes(2, _messages, SMALL, 1000)) for _ in range(rounds)]
-    large = [statistics.mean(run_processes(2, _messages, LARGE, 100)) for _ in range(rounds)]
+    small = [statistics.mean(forked(_messages, 2, SMALL, 1000)) for _ in range(rounds)]
+    large = [statistics.mean(forked(_messages, 2, LARGE, 100)) for _ in range(rounds)]
     raw, reports = StepReport(1, 1, 1, 1, 1).pack(16, failed=False), list[float]()
     for _ in range(rounds):
         begun = time.process_time()

@@ -104,15 +104,15 @@ def count_work(optimizer: zero_opt.ShardedOptimizer, outcome: Outcome) -> None:
     """Have the elements counted that are stepped where the offload policy has them."""
     engine: Any = optimizer._engine
     selects = isinstance(engine.placement, SelectivePlacement)
-    home = engine.placement._inner if selects else engine.placement
+    stepping = engine.placement._inner if selects else engine.placement
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    work, step = sum(param.numel() for param in params if param.dim() >= 2 or not selects), home.step
+    work, step = sum(param.numel() for param in params if param.dim() >= 2 or not selects), stepping.step
 
     def counted_step(*args: Any) -> Any:
         outcome.work += work
         return step(*args)
 
-    home.step = counted_step
+    stepping.step = counted_step
 
 
 def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:
@@ -229,8 +229,8 @@ def main() -> None:
     text = report(results, arguments)
     print(text)
     if arguments.write:
-        draw(results, arguments.write / "selective.png")
         write_result(arguments.write, "selective", text + "\n\n![curves](selective.png)")
+        draw(results, arguments.write / "selective.png")
 
 
 if __name__ == "__main__":

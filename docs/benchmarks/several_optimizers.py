@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.forked import forked, slower
+from support.forked import forked, in_turn, timed
 from support.machine import command, load, machine, spread, today, write_result
 from torch import nn
 
@@ -53,16 +53,13 @@ class Trained:
             for first in range(count)
         ]
 
-    def step(self, data: torch.Tensor) -> float:
-        """One training step; returns the seconds of the slower rank."""
-        dist.barrier()
-        begin = time.perf_counter()
+    def step(self, data: torch.Tensor) -> None:
+        """Train one step."""
         self.model(data).square().mean().backward()
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return slower(time.perf_counter() - begin)
 
     def close(self) -> None:
         """End the optimizers."""
@@ -70,34 +67,19 @@ class Trained:
             optimizer.close()
 
 
-def join(rank: int, store: str) -> None:
-    """Be one rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
-
-
-def leave() -> None:
-    """Be none any more."""
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def stepped(rank: int, store: str, reduction: str, rounds: int, answer: Any) -> None:
-    """One rank: a training step, by the number of optimizers."""
-    join(rank, store)
+def stepped(_: int, __: int, reduction: str, rounds: int) -> dict[int, list[float]]:
+    """Return the seconds of training steps, by the number of optimizers."""
     made = {count: Trained(count, REDUCTIONS[reduction]()) for count in COUNTS}
     times: dict[int, list[float]] = {count: [] for count in COUNTS}
     data = torch.randn(ROWS, WIDTH)
     for turn in range(rounds + 3):
-        for count, trained in made.items():
-            seconds = trained.step(data)
+        for count, trained in in_turn(made, turn):
+            seconds = timed(partial(trained.step, data))
             if turn >= 3:
                 times[count].append(seconds)
-    if rank == 0:
-        answer.put(times)
     for trained in made.values():
         trained.close()
-    leave()
+    return times
 
 
 def taken() -> tuple[int, int, float]:
@@ -107,27 +89,24 @@ def taken() -> tuple[int, int, float]:
     return *counts, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def constructed(rank: int, store: str, answer: Any) -> None:
-    """One rank: seconds, and what it has more, after each optimizer and its first step."""
-    join(rank, store)
-    rows, optimizers, before = [], [], taken()
+def constructed(_: int, __: int) -> list[tuple[float, ...]]:
+    """Return the seconds of each optimizer's construction, and what this rank has more after its first step."""
+    rows: list[tuple[float, ...]] = []
+    optimizers: list[zero_opt.ShardedOptimizer] = []
+    before = taken()
     for _ in range(max(COUNTS)):
         layer = nn.Linear(WIDTH // 4, WIDTH // 4)
-        dist.barrier()
-        begin = time.perf_counter()
-        optimizers.append(zero_opt.ShardedOptimizer(layer.parameters(), torch.optim.AdamW))
-        seconds = slower(time.perf_counter() - begin)
+        make = partial(zero_opt.ShardedOptimizer, list(layer.parameters()), torch.optim.AdamW)
+        seconds = timed(lambda: optimizers.append(make()))  # noqa: B023
         layer(torch.randn(ROWS, WIDTH // 4)).sum().backward()
         optimizers[-1].step()
         dist.barrier()
         after = taken()
         rows.append((seconds, *(now - then for now, then in zip(after, before, strict=True))))
         before = after
-    if rank == 0:
-        answer.put(rows)
     for optimizer in optimizers:
         optimizer.close()
-    leave()
+    return rows
 
 
 def report(rounds: int) -> str:
@@ -144,11 +123,11 @@ def report(rounds: int) -> str:
         "| --- | ---: | ---: | ---: |",
     ]
     for name in REDUCTIONS:
-        [times] = forked(stepped, WORLD_SIZE, name, rounds, answers=1)
+        times = forked(stepped, WORLD_SIZE, name, rounds)[0]
         for count, values in times.items():
             ratio = statistics.median(a / b for a, b in zip(values, times[1], strict=True))
             lines.append(f"| `{name}` | {count} | {spread([1e3 * value for value in values], 1)} | {ratio:.3f} |")
-    [rows] = forked(constructed, WORLD_SIZE, answers=1)
+    rows = forked(constructed, WORLD_SIZE)[0]
     lines += ["", "| optimizer | made in, s | descriptors more | threads more | resident MiB more |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for number, (seconds, descriptors, threads, mib) in enumerate(rows, 1):

@@ -28,9 +28,9 @@ import argparse
 import gc
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -290,10 +290,9 @@ def contend(
     return found, two_ranks(numel, dtype, arguments.rounds, step_ms)
 
 
-def one_of_two(rank: int, pipe: Any, numel: int, dtype: torch.dtype, rounds: int, step_ms: float, port: int) -> None:
+def one_of_two(rank: int, numel: int, dtype: torch.dtype, rounds: int, step_ms: float, store: str, pipe: Any) -> None:
     """One rank; the first one sends what it has found."""
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     Products.count, Products.pause_ms = 1, step_ms / PARAMS / 2
     found: dict[str | None, Times] = {name: Times() for name in (None, FSDP, *PAIRED)}
     for _ in range(rounds):
@@ -307,40 +306,38 @@ def one_of_two(rank: int, pipe: Any, numel: int, dtype: torch.dtype, rounds: int
 def two_ranks(numel: int, dtype: torch.dtype, rounds: int, step_ms: float) -> dict[str | None, Times]:
     """Two ranks, which wait instead of computing."""
     fresh = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     here, there = fresh.Pipe()
-    given = (there, numel, dtype, rounds, step_ms, port)
-    ranks = [fresh.Process(target=one_of_two, args=(rank, *given)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    there.close()
-    found: dict[str | None, Times] = here.recv()
-    for rank in ranks:
-        rank.join()
+    with tempfile.TemporaryDirectory() as folder:
+        given = (numel, dtype, rounds, step_ms, f"{folder}/store", there)
+        ranks = [fresh.Process(target=one_of_two, args=(rank, *given)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        there.close()
+        found: dict[str | None, Times] = here.recv()
+        for rank in ranks:
+            rank.join()
     return found
 
 
 def hidden(times: Sequence[float], of: Sequence[float]) -> str:
-    """How much less the median is."""
-    return f"{100 * (1 - statistics.median(times) / statistics.median(of)):.0f} %"
+    """How much less they are, the median over windows of the same round."""
+    return f"{100 * (1 - statistics.median(map(float.__truediv__, times, of))):.0f} %"
 
 
 def table(dtype: str, found: dict[str | None, Times], copies: dict[int, list[float]]) -> Iterator[str]:
     """Markdown of one dtype."""
     median = statistics.median
-    bare = {name: median(found[name].iteration()) for name in (None, FSDP)}
+    bare = {name: found[name].iteration() for name in (None, FSDP)}
     yield (
         f"| {dtype} | `step()`, ms | of it for the worker, ms | in hooks, ms "
-        f"| iteration over a bare one of {bare[None]:.0f} ms, with FSDP2 {bare[FSDP]:.0f} ms, ms "
+        f"| iteration over a bare one of {median(bare[None]):.0f} ms, with FSDP2 {median(bare[FSDP]):.0f} ms, ms "
         "| waiting hidden | stall hidden |"
     )
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, times in found.items():
         if name in (None, FSDP):
             continue
-        more = [iteration - bare[FSDP if is_fsdp(name) else None] for iteration in times.iteration()]
+        more = list(map(float.__sub__, times.iteration(), bare[FSDP if is_fsdp(name) else None]))
         synchronous = found[f"{FSDP}, {SYNCHRONOUS}" if is_fsdp(name) else SYNCHRONOUS]
         waiting, hooks, of_waiting, of_stall = "", "", "", ""
         if name != IN_PROCESS:

@@ -1,7 +1,8 @@
 """CPUOffload's step in a rank that torchrun has started, compared with one in a program started without torchrun.
 
 torchrun sets OMP_NUM_THREADS=1 when it starts several ranks; ``omp=1`` below is one rank with that set. Launchers take
-turns, and the least time counts: other load on the machine only adds to it.
+turns, and of each the least time of a step counts: other load on the machine only adds to it. Ratios are taken within a
+round.
 
 Run: python docs/benchmarks/torchrun_threads.py [--numel N] [--rounds R] [--steps S]
 """
@@ -80,10 +81,10 @@ def main() -> None:
                 found.setdefault((name, launcher), []).append(value)
     print(f"# CPUOffload's step under torchrun\n\n{today()}; {machine()}; {load()}.\n")
     print(f"`{command('docs/benchmarks/torchrun_threads.py')}`\n\nOne fp32 parameter of {options.numel} elements.\n")
-    print("| class | started by | step, ms: rounds | ratio of the least |\n| --- | --- | --- | --- |")
+    print("| class | started by | step, ms: rounds | beside python, by round |\n| --- | --- | --- | --- |")
     for (name, launcher), values in found.items():
-        ratio = min(values) / min(found[name, "python"])
-        print(f"| {name} | {launcher} | {spread(values, 2)} | {ratio:.2f} |")
+        ratios = [a / b for a, b in zip(values, found[name, "python"], strict=True)]
+        print(f"| {name} | {launcher} | {spread(values, 2)} | {spread(ratios, 2)} |")
 
 
 if __name__ == "__main__":

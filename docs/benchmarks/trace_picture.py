@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.machine import load, machine, today
+from support.machine import command, load, machine, today
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
@@ -155,14 +155,15 @@ def draw(found: Sequence[Bar], path: Path) -> None:
 def main() -> None:
     """Train, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, default=Path(), help="a folder for trace.png")
+    parser.add_argument("--write", type=Path, default=Path("build"), help="a folder for trace.png")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (folder,), 2)
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
         took_s = json.loads(Path(folder, "took_s.json").read_text())
+    given.write.mkdir(parents=True, exist_ok=True)
     draw(bars(events, took_s), given.write / "trace.png")
-    print(f"{today()}: {machine()}; {load()}")
+    print(f"{today()}: {machine()}; {load()}; `{command('docs/benchmarks/trace_picture.py')}`")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
 Each round runs every system in turn, in an order that changes from round to round, on freshly forked gloo ranks over
 loopback with one thread each; all train the same model on the same data and must end at the same loss. A system's time
 is the median over rounds of its ranks' medians over steps; ratios are taken within a round, to the faster of DDP's two
-forms. Bytes sent are what the
-kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Peak memory comes from one more run, which
-is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by their number, so that a page which
-ranks share is counted once.
+forms. Bytes sent are what the kernel counts on a rank's TCP connections (TCP_INFO), without packet headers. Peak memory
+comes from one more run, which is not timed: the sum of the ranks' proportional set sizes (smaps_rollup) divided by
+their number, so that a page which ranks share is counted once.
 
 DDP has ``gradient_as_bucket_view=True``, which is faster, and once ``static_graph=True`` too. FSDP2 keeps its
 parameters gathered between forward and backward (``reshard_after_forward=False``), which is faster. Every optimizer is
@@ -24,15 +23,14 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.machine import command, load, machine, today, write_result
+from support.machine import command, load, machine, say, today, write_result
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
 from support.ranks import Run, execute
 from support.report import Results, draw, readme, same_loss, section
-from support.systems import SYSTEMS, missing
+from support.systems import DDP, SYSTEMS, missing
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -56,13 +54,8 @@ def measure(world_size: int, arguments: argparse.Namespace) -> Results:
             outcome = execute(Run(name, world_size, batch, arguments.warmup, arguments.steps))
             results.rounds.setdefault(name, []).append(outcome)
             say(f"{world_size} ranks, round {number + 1}: {name} {outcome.total:.0f} ms, {outcome.cpu:.0f} ms CPU")
-    same_loss(results, arguments.tolerance)
+    same_loss(results.rounds, SYSTEMS, DDP, arguments.tolerance)
     return results
-
-
-def say(line: str) -> None:
-    """Progress, apart from the result."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def report(sections: Sequence[Results], arguments: argparse.Namespace) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.contenders import MOVING, Contender, Contenders, Place, Times, measure
+from support.contenders import MOVING, Contender, Contenders, Place, Times, measure, moving
 from support.machine import command, load, machine, today, write_result
 from torch.nn import Parameter
 
@@ -57,19 +57,6 @@ def updates(threads: int) -> dict[str, tuple[int, Make, Make | None]]:
     }
 
 
-def moving(numel: int, arrays: int, place: Place) -> Contender:
-    """Reads the gradient, reads and writes the param and the state, and does as little with them as can be."""
-    room = place.room()
-    grad, written = room.take(numel), [room.take(numel) for _ in range(1 + arrays)]
-
-    def step() -> None:
-        for tensor in written:
-            tensor.neg_()
-        grad.sum()
-
-    return Contender(step, room)
-
-
 def contenders(numel: int, arrays: int, ours: Make, theirs: Make | None, place: Place) -> Contenders:
     """Steps of one update."""
     made: Contenders = {}
@@ -79,7 +66,7 @@ def contenders(numel: int, arrays: int, ours: Make, theirs: Make | None, place: 
             optimizer = make([room.param(numel)])
             room.move_state(optimizer)
             made[name] = Contender(optimizer.step, room)
-    return made | {MOVING: moving(numel, arrays, place)}
+    return made | {MOVING: moving(numel, place, arrays=arrays)}
 
 
 def row(name: str, times: Times) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.scenario import BUCKET_MB, add, tree_sum, values
+from test.support.scenario import BUCKET_MB, SHAPES, add, mean, values
 
 STEPS = 20
-SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (64,), (3, 5, 7, 2), (1000,), (1,))
 CLIP = 4.0
 
 
@@ -64,15 +63,6 @@ def gradient(form: Form, step: int, turn: int, rank: int, at: int) -> Tensor | N
     return values(step, turn, rank, at, SHAPES[at]).to(form.dtype)
 
 
-def _mean(parts: list[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    if not there:
-        return None
-    total = tree_sum([torch.zeros(there[0].shape) if part is None else part.float() for part in parts])
-    assert total is not None
-    return (total / len(parts)).to(there[0].dtype)
-
-
 def reduced(form: Form, world_size: int, reduction: Any, step: int, at: int) -> Tensor | None:
     """The mean gradient of a step."""
     local = isinstance(reduction, zero_opt.AtStep)
@@ -82,9 +72,9 @@ def reduced(form: Form, world_size: int, reduction: Any, step: int, at: int) -> 
         sums: list[Tensor | None] = [None] * world_size
         for turn in range(turns(step)):
             sums = [add(sums[rank], gradient(form, step, turn, rank, at)) for rank in ranks]
-        return _mean(sums)
+        return mean(sums)
     for turn in range(turns(step)):
-        total = add(total, _mean([gradient(form, step, turn, rank, at) for rank in ranks]))
+        total = add(total, mean([gradient(form, step, turn, rank, at) for rank in ranks]))
     return total
 
 

@@ -172,23 +172,6 @@ def _grow(bench: Bench) -> None:
     bench.params[1].data = torch.zeros(41)
 
 
-def _shrink(bench: Bench) -> None:
-    bench.params[1].data = make_params()[1][1].detach().clone()
-
-
-def _same_data(bench: Bench) -> None:
-    bench.params[1].data = bench.params[1].data.float()
-
-
-def _edit_state(bench: Bench) -> None:
-    bench.opt.state[bench.params[0]]["exp_avg"] = "momentum"
-
-
-def _own_state(bench: Bench) -> None:
-    state = bench.opt.state_dict()
-    bench.opt.load_state_dict(state)
-
-
 def _edit_after_clip(bench: Bench) -> None:
     bench.opt.zero_grad()
     bench.backward(1)
@@ -227,7 +210,7 @@ def _add(bench: Bench) -> None:
     bench.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def _good_state(bench: Bench) -> dict[str, Any]:
+def _good_state() -> dict[str, Any]:
     plain = torch.optim.Adam([p for _, p in make_params()], lr=0.01)
     for group in plain.param_groups:
         for param in group["params"]:
@@ -237,7 +220,7 @@ def _good_state(bench: Bench) -> dict[str, Any]:
 
 
 def _load(bench: Bench) -> None:
-    bench.opt.load_state_dict(_good_state(bench))
+    bench.opt.load_state_dict(_good_state())
 
 
 def _consolidate(bench: Bench) -> None:
@@ -294,7 +277,7 @@ def _loads(change: Callable[[dict[str, Any]], object]) -> Callable[[Bench], None
     """Rank 1 loads what ``change`` has made of the state dict."""
 
     def act(bench: Bench) -> None:
-        state = _good_state(bench)
+        state = _good_state()
         if bench.rank:
             change(state)
         bench.opt.load_state_dict(state)
@@ -334,9 +317,7 @@ def _lost_group(state: dict[str, Any]) -> None:
 Bad = errors.StateDictError
 
 STATE: dict[str, Fault] = {
-    "load no dict": Fault(
-        Bad, lambda bench: bench.opt.load_state_dict(["state"] if bench.rank else _good_state(bench))
-    ),
+    "load no dict": Fault(Bad, lambda bench: bench.opt.load_state_dict(["state"] if bench.rank else _good_state())),
     "load without state": Fault(Bad, _loads(lambda state: state.pop("state"))),
     "load without param_groups": Fault(Bad, _loads(lambda state: state.pop("param_groups"))),
     "load state that is a list": Fault(Bad, _loads(lambda state: state.update(state=[1]))),

@@ -21,7 +21,7 @@ TINY_MB = 0.0005
 
 
 def optimizer_of(model: nn.Module, late: bool, offload: Any, **options: Any) -> zero_opt.ShardedOptimizer:
-    """In small buckets, matrices and the rest in groups of their own."""
+    """Return an optimizer with small buckets, and with matrices and other parameters in groups of their own."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     rest = [param for param in model.parameters() if param.dim() <= 1]
     groups = [group for group in ({"params": matrices}, {"params": rest, "weight_decay": 0.0}) if group["params"]]
@@ -35,7 +35,7 @@ def optimizer_of(model: nn.Module, late: bool, offload: Any, **options: Any) -> 
 
 
 def slowly(patch: pytest.MonkeyPatch) -> None:
-    """Whoever does not wait reads an old parameter."""
+    """Delay results beside the forward, so that a read that does not wait sees the old parameter."""
     write = ParamWriter.write_beside
 
     def late(self: ParamWriter, made: Any) -> None:

@@ -6,7 +6,9 @@ import os
 import time
 from pathlib import Path
 
-_PATIENCE_S = 5.0
+from test.support.descriptors import open_files
+
+_PATIENCE_S = 60.0  # no time is spent where nothing is left
 # Of pytest, which clears them itself; of torch, caches, torchrun's empty logs, notes about children that are killed.
 _OF_OTHERS = ("pytest-of-", "torchinductor_", "torchelastic_", "pytorch-errorfile-")
 
@@ -30,15 +32,8 @@ def children() -> list[str]:
 def shared_memory() -> list[str]:
     """Arenas of the package that this process still maps or has open, and what it has in /dev/shm."""
     found = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:zero_opt" in line]
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:  # the descriptor of this listing
-            continue
-        if "memfd:zero_opt" in target:
-            found.append(f"descriptor {entry.name}: {target}")
-    shm = Path("/dev/shm")
-    return found + [str(entry) for entry in shm.glob(f"*_{os.getpid()}_*") if shm.is_dir()]
+    found += [f"descriptor {number}: {target}" for number, target in open_files() if "memfd:zero_opt" in target]
+    return found + [str(entry) for entry in Path("/dev/shm").glob(f"*_{os.getpid()}_*")]
 
 
 def files(folder: Path) -> list[str]:

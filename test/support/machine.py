@@ -21,7 +21,6 @@ from test.support.scenario import BUCKET_MB, add, mean, values
 SHAPES = ((70, 3), (65,), (), (300,), (64,))
 ADDED = ((33, 2), (5,), (129,), ())
 Operation = tuple[Any, ...]
-_FACTOR = 0.5
 
 
 def make_param(index: int) -> torch.nn.Parameter:
@@ -58,7 +57,6 @@ class Player:
         self.params = [make_param(index) for index in range(len(SHAPES))]
         self.opt = self._made([{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.02}])
         self._sums: dict[int, dict[int, Tensor]] = {}
-        self._norm: float | None = None
 
     def _made(self, groups: Any) -> Any:
         if self.rank is None:

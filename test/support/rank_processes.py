@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -32,7 +32,10 @@ from torch._C._distributed_c10d import FileStore
 from .failures import PATIENCE_S, Failure, RankFailed, RanksHang
 
 _GRACE_SECONDS = 3.0
-_STACK_SECONDS = 1.0
+# Longer than a busy machine takes to write the stacks.
+_STACK_SECONDS = 10.0
+# The longest that a death goes unnoticed.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -156,13 +159,13 @@ def _collect(ranks: list[_Rank], deadline: float, expect_errors: bool, may_hang:
     """Read the ranks' answers and deaths until all are known or the time is up."""
     failed = False
     while any(r.outcome is None and r.rank not in may_hang for r in ranks):
-        waiting: dict[Any, _Rank] = {
-            source: r for r in ranks if r.outcome is None for source in (r.pipe, r.process.sentinel)
-        }
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        left = [r for r in ranks if r.outcome is None]
+        ready = wait([r.pipe for r in left], timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        # The pipe of a dead rank stays open as long as a process that the rank has forked.
+        answered = [r for r in left if r.pipe in ready or not r.process.is_alive()]
+        if not answered and time.monotonic() >= deadline:
             return
-        for r in {id(r): r for r in map(waiting.__getitem__, ready)}.values():
+        for r in answered:
             r.outcome = _read_answer(r)
             if isinstance(r.outcome, Failure) and not failed:
                 failed = True
@@ -172,8 +175,10 @@ def _collect(ranks: list[_Rank], deadline: float, expect_errors: bool, may_hang:
 
 def _read_answer(r: _Rank) -> Failure | tuple[Any]:
     try:
+        if not r.pipe.poll():
+            raise EOFError
         kind, answer = pickle.loads(r.pipe.recv_bytes())
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):
         r.process.join(_GRACE_SECONDS)
         code = r.process.exitcode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -192,7 +197,7 @@ def _raise_after(ranks: list[_Rank], failure: Failure, deadline: float) -> None:
     others = [r for r in ranks if r.outcome is None]
     end = min(deadline, time.monotonic() + _GRACE_SECONDS)
     for r in others:
-        if wait([r.pipe, r.process.sentinel], timeout=max(0.0, end - time.monotonic())):
+        if r.pipe.poll(max(0.0, end - time.monotonic())):
             r.outcome = _read_answer(r)
         if isinstance(r.outcome, Failure):
             exc.add_note(f"rank {r.rank} then failed too: {r.outcome.type_name}: {r.outcome.message}")
@@ -226,19 +231,24 @@ def _stacks(ranks: list[_Rank]) -> str:
     for r in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(_pid(r), signal.SIGUSR1)
-    texts = [f"--- rank {r.rank} (pid {_pid(r)}) ---\n{text}" for r, text in _dumps(ranks)]
-    return "\n".join(texts)
+    return "\n".join(f"--- rank {r.rank} (pid {_pid(r)}) ---\n{text}" for r, text in zip(ranks, _dumps(ranks)))
 
 
-def _dumps(ranks: list[_Rank]) -> Iterator[tuple[_Rank, str]]:
+def _dumps(ranks: list[_Rank]) -> list[str]:
+    """What the fault handlers write, once all that can have written it, and it has stopped growing."""
     deadline = time.monotonic() + _STACK_SECONDS
-    for r in ranks:
-        text, before = "", None
-        # The dump is written bit by bit: take it once it is there and has stopped growing.
-        while time.monotonic() < deadline and (not text or text != before):
-            time.sleep(0.05)
-            before, text = text, r.stack_file.read_text() if r.stack_file.exists() else ""
-        yield r, text or "no stack: the process is stopped or gone\n"
+    before, texts = [""], [""]
+    while time.monotonic() < deadline and (texts != before or not all(texts)):
+        time.sleep(0.05)
+        before, texts = texts, [_dump(r) for r in ranks]
+    return texts
+
+
+def _dump(r: _Rank) -> str:
+    """A rank's stack as far as it is written; why there is none to wait for, or "" if it is still to come."""
+    written = r.stack_file.read_text() if r.stack_file.exists() else ""
+    state = Path(f"/proc/{_pid(r)}/stat").read_text().rpartition(")")[2].split()[0]
+    return written or ("no stack: the process is stopped or gone\n" if state in "TZ" else "")
 
 
 def _end(ranks: list[_Rank]) -> None:

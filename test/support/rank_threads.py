@@ -117,13 +117,10 @@ def _collect(
     results: dict[int, Any] = {}
     failure: Failure | None = None
     for _ in threads:
-        while True:
-            try:
-                rank, outcome = outcomes.get(timeout=_POLL_SECONDS)
-                break
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    return results, failure
+        try:
+            rank, outcome = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
         if isinstance(outcome, Failure):
             failure = failure or outcome
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 # ``make test-long``; the long forms of some folders have switches of their own.
-LONG = "long" in (os.environ.get(f"ZERO_OPT_{what}") for what in ("TESTS", "CRASH", "ACCELERATOR", "HOSTS"))
-# Whose tests start ranks, so that each case takes seconds.
+EVERY_CASE = "long" in (os.environ.get(f"ZERO_OPT_{what}") for what in ("TESTS", "CRASH", "ACCELERATOR", "HOSTS"))
+# Folders whose tests start ranks: each case takes seconds.
 OF_RANKS = ("distributed", "whole", "accelerator", "crash", "hosts")
 
 
@@ -29,7 +29,7 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     is not left out for long.
     """
     cases: dict[tuple[str, int | None], list[Any]] = defaultdict(list)
-    for item in () if LONG else items:
+    for item in () if EVERY_CASE else items:
         marker = item.get_closest_marker("sampled")
         if marker is None:
             folder = item.path.relative_to(item.config.rootpath / "test").parts[0]
@@ -40,7 +40,7 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     left, turn = set[pytest.Item](), _tree() if cases else ""
     for (name, count), of_test in cases.items():
         mixed = random.Random(turn + name).sample(of_test, len(of_test))
-        left.update(each_choice(mixed) if count is None else mixed[count:])
+        left.update(redundant(mixed) if count is None else mixed[count:])
     return left
 
 
@@ -52,8 +52,8 @@ def _tree() -> str:
     return subprocess.run([git, "rev-parse", "HEAD^{tree}"], cwd=here, capture_output=True, text=True).stdout
 
 
-def each_choice(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """Return those of a test's cases that have no value of any parameter which the others do not have too."""
+def redundant(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases of a test that can be left out: the others have each value of each parameter."""
     chosen: set[tuple[Any, ...]] = set()
     waiting = {case: _values(case) for case in cases}
     while waiting:

@@ -104,16 +104,17 @@ def sparsified(dense: Tensor, seed: int) -> Tensor:
 
 
 def mean(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Sum in tree order divided by the number of ranks; ``None`` counts as zero unless all are."""
+    """Sum in tree order divided by the number of ranks, rounded once; ``None`` counts as zero unless all are."""
     there = [part for part in parts if part is not None]
     if not there:
         return None
     if there[0].is_sparse:  # rows that nobody sends are not rows of zeros
         total = tree_sum([part if part is None else part.coalesce() for part in parts])
     else:
-        total = tree_sum([torch.zeros_like(there[0]) if part is None else part for part in parts])
+        wide = torch.promote_types(there[0].dtype, torch.float32)
+        total = tree_sum([(torch.zeros_like(there[0]) if part is None else part).to(wide) for part in parts])
     assert total is not None
-    return total / len(parts)
+    return (total / len(parts)).to(there[0].dtype)
 
 
 def tree_sum(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -72,29 +72,29 @@ class Reference:
     def step(self, scale: float = 1.0) -> None:
         """One step with the gradients in ``p.grad``, multiplied by ``scale``."""
         self.flush()
-        counts = self.steps > 0 or any(found.columns and found.param.grad is not None for found, _ in self.all)
+        counts = self.steps > 0 or any(matrix.columns and matrix.param.grad is not None for matrix, _ in self.all)
         warm = self.steps >= self.policy.warmup_steps
         due = self.last_selection is None or self.steps - self.last_selection >= self.policy.select_interval
         if counts and warm and due and not self.in_window:
             self._select()
         closes = counts and (not warm or self.in_window + 1 >= self.interval)
-        for found, group in self.all:
+        for matrix, group in self.all:
             hypers = hypers_of(group)
-            everything = torch.ones_like(found.chosen)
-            if found.param.grad is not None:
-                now = found.chosen if found.columns else everything
-                found.step(now, found.param.grad, hypers, scale)
-                found.show(now)
-                found.waiting.append(found.param.grad.float() * scale)
-            if closes and found.waiting and found.columns:
-                total = found.waiting[0].clone()
-                for grad in found.waiting[1:]:
+            everything = torch.ones_like(matrix.chosen)
+            if matrix.param.grad is not None:
+                now = matrix.chosen if matrix.columns else everything
+                matrix.step(now, matrix.param.grad, hypers, scale)
+                matrix.show(now)
+                matrix.waiting.append(matrix.param.grad.float() * scale)
+            if closes and matrix.waiting and matrix.columns:
+                total = matrix.waiting[0].clone()
+                for grad in matrix.waiting[1:]:
                     total += grad
-                count = len(found.waiting)
-                found.step(~found.chosen, total / count, hypers_of(group, count), gradients=count)
-                self.late.append((found, ~found.chosen))
+                count = len(matrix.waiting)
+                matrix.step(~matrix.chosen, total / count, hypers_of(group, count), gradients=count)
+                self.late.append((matrix, ~matrix.chosen))
             if closes:
-                found.waiting = []
+                matrix.waiting = []
         self.in_window = 0 if closes else self.in_window + counts
         self.steps += counts
         if not self.delay:
@@ -102,34 +102,34 @@ class Reference:
 
     def clear(self) -> None:
         """Forget what was stepped and what waits; what is selected stays."""
-        for found, _ in self.all:
-            found.waiting = []
-            found.counts.zero_()
-            found.stepped = False
+        for matrix, _ in self.all:
+            matrix.waiting = []
+            matrix.counts.zero_()
+            matrix.stepped = False
             for key in MOMENTS:
-                found.arrays[key].zero_()
-            found.arrays["master"] = found.param.detach().float().clone(memory_format=torch.contiguous_format)
+                matrix.arrays[key].zero_()
+            matrix.arrays["master"] = matrix.param.detach().float().clone(memory_format=torch.contiguous_format)
 
     def flush(self) -> None:
         """Bring in what was stepped off device."""
-        for found, which in self.late:
-            found.show(which)
+        for matrix, which in self.late:
+            matrix.show(which)
         self.late = []
 
     def _select(self) -> None:
         self.last_selection = self.steps
         left = total = 0.0
-        for found, _ in self.all:
-            if not found.columns:
+        for matrix, _ in self.all:
+            if not matrix.columns:
                 continue
-            grad = torch.zeros(found.param.shape) if found.param.grad is None else found.param.grad
+            grad = torch.zeros(matrix.param.shape) if matrix.param.grad is None else matrix.param.grad
             sums = grad.double().square().sum(tuple(range(grad.dim() - 1)))
             ratio = self.policy.topk_ratio
-            count = max(round(ratio * found.columns), 1) if ratio else 0
-            best = sorted(range(found.columns), key=lambda c: (-float(sums[c].float()), c))[:count]
-            found.chosen = torch.zeros(found.columns, dtype=torch.bool)
-            found.chosen[best] = True
-            left, total = left + float(sums[~found.chosen].sum()), total + float(sums.sum())
+            count = max(round(ratio * matrix.columns), 1) if ratio else 0
+            best = sorted(range(matrix.columns), key=lambda c: (-float(sums[c].float()), c))[:count]
+            matrix.chosen = torch.zeros(matrix.columns, dtype=torch.bool)
+            matrix.chosen[best] = True
+            left, total = left + float(sums[~matrix.chosen].sum()), total + float(sums.sum())
         if self.policy.update_interval == "auto":
             if left > 0.75**2 * total:
                 self.interval = max(self.interval // 2, 1)
@@ -139,13 +139,13 @@ class Reference:
     def state(self) -> dict[int, dict[str, Tensor]]:
         """What stock ``torch.optim`` has of it, and the counts of columns."""
         states: dict[int, dict[str, Tensor]] = {}
-        for index, (found, _) in enumerate(self.all):
-            if found.stepped or (found.waiting and found.columns):
-                states[index] = {"step": found.counts.max(), **{key: found.arrays[key] for key in MOMENTS}}
-                if found.param.dtype is not torch.float32:
-                    states[index]["master"] = found.arrays["master"]
-                if found.columns:
-                    states[index]["column_steps"] = found.counts.view(*[1] * (found.param.dim() - 1), -1)
+        for index, (matrix, _) in enumerate(self.all):
+            if matrix.stepped or (matrix.waiting and matrix.columns):
+                states[index] = {"step": matrix.counts.max(), **{key: matrix.arrays[key] for key in MOMENTS}}
+                if matrix.param.dtype is not torch.float32:
+                    states[index]["master"] = matrix.arrays["master"]
+                if matrix.columns:
+                    states[index]["column_steps"] = matrix.counts.view(*[1] * (matrix.param.dim() - 1), -1)
         return states
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise
 from test.support.late_params import as_they_are
-from test.support.scenario import BUCKET_MB, values
+from test.support.scenario import BUCKET_MB, mean, values
 from zero_opt.placement.worker import process
 
 SHAPES = ((130, 7), (65,), (1000,), ())
@@ -92,8 +92,7 @@ def mean_grads(params: list[nn.Parameter], step: int, world_size: int) -> list[T
     """The mean over ranks, rounded once."""
     means: list[Tensor | None] = [None] * len(params)
     for index in used_in(step):
-        total = sum(gradient(step, rank, index, params[index]).float() for rank in range(world_size))
-        means[index] = (torch.as_tensor(total) / world_size).to(params[index].dtype)
+        means[index] = mean([gradient(step, rank, index, params[index]) for rank in range(world_size)])
     return means
 
 

@@ -151,14 +151,15 @@ def reading(numel: int, place: Place) -> Contender:
     return Contender(lambda: [tensor.sum() for tensor in tensors], room)
 
 
-def moving(numel: int, place: Place, dtype: torch.dtype = torch.float32) -> Contender:
+def moving(numel: int, place: Place, dtype: torch.dtype = torch.float32, arrays: int = 2) -> Contender:
     """Moves as many bytes as a step with fp32 state and does as little with them as can be.
 
     Args:
         dtype: of the gradient; if it is not fp32, a parameter is written in it too.
+        arrays: of state, beside the param.
     """
     room = place.room()
-    grad, state = room.take(numel, dtype), [room.take(numel) for _ in range(3)]
+    grad, state = room.take(numel, dtype), [room.take(numel) for _ in range(1 + arrays)]
     out = None if dtype is torch.float32 else room.take(numel, dtype)
 
     def step() -> None:

@@ -28,9 +28,12 @@ def machine() -> str:
     return f"{model}, {cores} cores, {isa}; Python {platform.python_version()}, torch {torch.__version__}"
 
 
+_LOAD_BEFORE = os.getloadavg()[0]  # the benchmark's own is not in it
+
+
 def load() -> str:
-    """How busy the machine was, which bounds what times on it can tell."""
-    return f"{os.getloadavg()[0]:.1f} processes ready to run on average over the last minute"
+    """How busy the machine was before the benchmark, which bounds what times on it can tell."""
+    return f"{_LOAD_BEFORE:.1f} processes ready to run on average over the minute before"
 
 
 def today() -> str:
@@ -41,6 +44,11 @@ def today() -> str:
 def command(script: str) -> str:
     """The command line that is running, with ``script`` as the repository names it."""
     return shlex.join(["python", script, *sys.argv[1:]])
+
+
+def say(text: str) -> None:
+    """Print progress, apart from the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

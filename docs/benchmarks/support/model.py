@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A decoder of 33.7 M parameters whose forward returns the loss."""
+    """A decoder of 33.6 M parameters whose forward returns the loss."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

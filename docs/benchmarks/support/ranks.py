@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import statistics
 import struct
 import tempfile
 import time
@@ -103,11 +104,6 @@ def settled_sent_bytes(interface: str) -> int:
     return sent_bytes() if interface == LOOPBACK else interface_bytes(interface)
 
 
-def median(values: list[float]) -> float:
-    """Median of a non-empty list."""
-    return torch.tensor(values, dtype=torch.float64).quantile(0.5).item()
-
-
 def train(trainer: Trainer, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[list[float]], float]:
     """One step per pair: ms of forward, backward, step and total; and the last loss."""
     times: list[list[float]] = []
@@ -137,7 +133,7 @@ def measured(run: Run, rank: int, interface: str) -> dict[str, float]:
     cpu = 1e3 * (after.user + after.system - before.user - before.system) / run.steps
     trainer.settle()
     wire = (settled_sent_bytes(interface) - sent) / run.steps
-    forward, backward, step, total = (median(list(column)) for column in zip(*times))
+    forward, backward, step, total = map(statistics.median, zip(*times))
     return {
         "forward": forward,
         "backward": backward,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.machine import spread
 from support.ranks import Outcome
-from support.systems import DDP, DEEPSPEED, FLOOR, SHARE, STATIC_DDP, SYSTEMS, ZERO
+from support.systems import DDP, DEEPSPEED, FLOOR, SHARE, STATIC_DDP, SYSTEMS, ZERO, System
 
 PARTS = ("forward", "backward", "step")
 # In a round the faster one of DDP and DDP with a static graph.
@@ -131,18 +131,21 @@ def readme(results: Results) -> str:
     return "\n".join(lines)
 
 
-def same_loss(results: Results, tolerance: float) -> None:
-    """Systems that train differently cannot be compared.
+def same_loss(
+    rounds: Mapping[str, Sequence[Outcome]], systems: Mapping[str, System], peer: str, tolerance: float
+) -> None:
+    """Refuse to compare systems that train differently.
+
+    Args:
+        rounds: by system, one outcome per round.
 
     Raises:
-        RuntimeError: a system's last loss is off by more than ``tolerance``, relatively.
+        RuntimeError: in a round, a system's last loss is off from the peer's by more than ``tolerance``, relatively.
     """
-    expected = results.median(DDP, "loss")
-    for name in results.rounds:
-        if SYSTEMS[name].trains:
-            worst = max(abs(loss / expected - 1) for loss in results.values(name, "loss"))
-            if worst > tolerance:
-                raise RuntimeError(f"{name} ends at another loss than {DDP}: off by {worst:.2%}")
+    for name, outcomes in rounds.items():
+        worst = max(abs(ours.loss / theirs.loss - 1) for ours, theirs in zip(outcomes, rounds[peer], strict=True))
+        if systems[name].trains and worst > tolerance:
+            raise RuntimeError(f"{name} ends at another loss than {peer}: off by {worst:.2%}")
 
 
 def draw(sections: Sequence[Results], title: str, path: Path) -> None:

@@ -52,9 +52,11 @@ def _compute_alone(model: LanguageModel, _: Batch) -> Trainer:
     return Trainer(model, torch.Tensor.backward, model.zero_grad)
 
 
-def ddp_adamw(model: LanguageModel, _: Batch, *, static: bool = False) -> Trainer:
-    """DDP with ``gradient_as_bucket_view``, and AdamW."""
+def ddp_adamw(model: LanguageModel, _: Batch, *, static: bool = False, hook: Any = None) -> Trainer:
+    """DDP with ``gradient_as_bucket_view``, and AdamW; ``hook`` is a communication hook."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
     return trainer(wrapped, torch.optim.AdamW(wrapped.parameters(), **HYPERS))
 
 

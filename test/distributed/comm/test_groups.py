@@ -87,6 +87,7 @@ param.sum().backward()
 optimizer.step()
 kept, group = optimizer, weakref.ref(dist.group.WORLD)
 {end}
+from zero_opt.system.waiting import until
 def of_gloo():
     count = 0
     for task in os.listdir("/proc/self/task"):
@@ -96,7 +97,8 @@ def of_gloo():
 before = of_gloo()
 dist.destroy_process_group()
 gc.collect()
-print(before, group() is None, of_gloo())
+none_left = until(lambda: not of_gloo(), 600.0 if {ranks} == 1 else 0.0)  # one that is joined is listed for a moment
+print(before, group() is None, none_left)
 """
 
 
@@ -117,4 +119,4 @@ def test_the_user_s_group_ends_with_destroy_process_group(tmp_path: Path, ranks:
     assert [process.returncode for process in done] == [0] * ranks, [process.stderr for process in done]
     for said in (process.stdout.split() for process in done):
         assert int(said[0]) > 0 and said[1] == "True", said
-        assert ranks > 1 or said[2] == "0"  # else the optimizer's own groups have threads, which end at exit
+        assert ranks > 1 or said[2] == "True"  # else the optimizer's own groups have threads, which end at exit

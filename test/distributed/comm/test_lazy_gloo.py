@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import zero_opt
+from test.support.descriptors import open_files
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from zero_opt.comm import store
@@ -21,11 +20,7 @@ _GROUPS, _RING = 2, 2
 
 
 def _sockets() -> int:
-    count = 0
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
-    return count
+    return sum(target.startswith("socket:") for _, target in open_files())
 
 
 def _counts(rank: int, world_size: int, exchange: str) -> tuple[list[int], Any]:

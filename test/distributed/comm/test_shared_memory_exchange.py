@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_opt
+from test.support.descriptors import open_files
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.comm import backend_exchanges, pairwise_exchange, process_identity, shared_memory_exchange
@@ -333,13 +334,7 @@ def test_a_backward_left_early_is_void_and_leaves_no_trace(world_size: int, exch
 
 def held(what: str) -> int:
     """How many descriptors of this process are of that kind."""
-    links = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except FileNotFoundError:  # the listing's own
-            continue
-    return sum(what in link for link in links)
+    return sum(what in target for _, target in open_files())
 
 
 def drop(rank: int, world_size: int, how: str) -> list[int]:

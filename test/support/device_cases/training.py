@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.support.device_cases.places import Place, on_host
-from test.support.scenario import values
+from test.support.scenario import BUCKET_MB, values
 
 # With buckets of 2 KiB: two that a parameter has to itself, four more, odd sizes and padding.
 ODD = ((130, 7), (65,), (), (300,), (64,), (3, 5, 7, 2), (1000,), (1,), (200,))
@@ -28,7 +28,6 @@ EVEN = ((128, 8), (64,), (320,), (64, 3), (16,), (1024,), (256,), (128,))
 MATRICES = ((33, 9), (40, 3), (7, 64), (12, 5), (16, 40))
 # A quarter of the columns of any slice is a whole number of vectors.
 COLUMNS = ((56, 16), (64,), (20, 16), (6, 2, 32), (16, 32), (16,), (8, 64))
-BUCKET_MB = 2048 / 2**20
 STEPS = 4
 FOR_LOOP: Mapping[str, Any] = {"lr": 0.02, "foreach": False}
 FUSED: Mapping[str, Any] = {"lr": 0.02, "fused": True}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from test.support.scenario import tree_sum
 from zero_opt.comm import pairwise_exchange, pieces
 from zero_opt.comm.exchange import BucketReduction, Exchange, Flow, Ident, ParamRuns, Run, StagingPool
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
@@ -184,14 +185,6 @@ def in_full(runs: Sequence[Run], dtype: torch.dtype = torch.float32) -> Tensor:
         if run.values is not None:
             full[run.start : run.start + run.numel] = run.values
     return full
-
-
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The definition: split after the largest power of two below the number."""
-    if len(parts) == 1:
-        return parts[0]
-    middle = max(2**k for k in range(10) if 2**k < len(parts))
-    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
 
 
 def reduced(rank: int, exchange: Exchange, world_size: int, dtype: torch.dtype) -> list[Tensor]:

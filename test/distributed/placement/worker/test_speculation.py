@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.sampling import LONG
+from test.support.late_results import slowly
+from test.support.sampling import EVERY_CASE
 from test.support.scenario import BUCKET_MB, values
 from test.support.worker_training import (
     DTYPES,
@@ -31,11 +31,10 @@ from test.support.worker_training import (
     train_ranks,
     worker_of,
 )
-from zero_opt.placement.worker.results import ParamWriter
 from zero_opt.reduction.grad_norm import square_sum
 
 SPECULATING = zero_opt.WorkerOffload(speculate=True, max_deaths=50)
-STEPS = 500 if LONG else 200
+STEPS = 500 if EVERY_CASE else 200
 LIMIT = 4.0
 # What may happen in a step, and how often. In the middle part there is a loss scale.
 KINDS = {
@@ -193,13 +192,7 @@ def _train_mixed(
 
 def _train_late(rank: int, world_size: int, dtype: torch.dtype) -> Any:
     """As :func:`_train_mixed`; parameters arrive so late after step() that whoever does not wait reads old ones."""
-    write = ParamWriter.write_beside
-
-    def slowly(self: ParamWriter, made: Any) -> None:
-        time.sleep(0.001)
-        write(self, made)
-
-    pytest.MonkeyPatch().setattr(ParamWriter, "write_beside", slowly)
+    slowly(pytest.MonkeyPatch())
     return _train_mixed(rank, world_size, SPECULATING, 0.06, True, dtype)
 
 
