@@ -233,7 +233,7 @@ class Group:
         Args:
             text: a backend's words. patience_s: how long to wait for news.
         """
-        return None if self.watch is None else self.watch.explain(text, patience_s=patience_s)
+        return None if (watch := self.watch) is None else watch.explain(text, None, patience_s) or watch.silence(text)
 
     def lookout(self) -> Callable[[], None]:
         """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped."""

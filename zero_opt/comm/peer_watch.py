@@ -185,7 +185,8 @@ class Watch:
         """
         first = self.departures.first_gone if waiting else partial(self.departures.first, call)
         departure = first()
-        if not ended or (departure is not None and departure.how in (How.LOST, How.INTERRUPTED)):
+        gave_up = not waiting and bool(self.departures.silent)  # and ended because of that
+        if not ended or gave_up or (departure is not None and departure.how in (How.LOST, How.INTERRUPTED)):
             return departure
         for rank in ended:
             if self._ended_at[rank] == self._ended_at[ended[0]]:
@@ -200,8 +201,9 @@ class Watch:
     def leave_lost(self, ended: Sequence[int], waiting: str = "") -> PeerLost:
         """Leave, and return the error, once ranks have :meth:`ended` and their connections have not broken."""
         self.posted.read()
-        departure = self._to_name(ended, waiting=waiting) or Departure(ended[0], How.LOST)
-        return self._leave_departed(departure, waiting=waiting)
+        departure = self._to_name(ended, waiting=waiting)
+        silence = None if departure or waiting else self.silence(f"{self.name(ended)} has waited too, and has ended")
+        return silence or self._leave_departed(departure or Departure(ended[0], How.LOST), waiting=waiting)
 
     def last(self, ranks: Sequence[int] = ()) -> str:
         """The last step that missing ranks have come to: all have come to the one before this rank's."""
@@ -238,29 +240,39 @@ class Watch:
         if waiting:  # what waits can be repeated, so the other ranks need not know
             self.departures.unanswering.update(ranks)
             return PeerSilent(f"{stopped} {waiting}; {go_on(ranks)}")
-        why = f"{stopped} {self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
-        return self.leave_silent(ranks, why)
+        since = f"{self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
+        return self.leave_silent(ranks, f"{stopped} {since}")
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
         # An exchange on another thread may know to which rank the connection has broken, and says so after _news_s.
-        known = self._heard(text, self._entered, min(self._news_s + _ANNOUNCED_S, self._timeout_s), waited)
-        if known is not None:
+        patience_s = 0.0 if timed_out(text) else min(self._news_s + _ANNOUNCED_S, self._timeout_s)
+        if known := self.explain(text, self._entered, patience_s) or self.silence(text, waited):
             return known
-        silent = self.departures.silent
-        missing = self.missing(waited) or silent
-        if not missing or (is_loss(error) and not silent and not (timed_out(text) or closed_by_timeout(text))):
+        if not (missing := self.missing(waited)) or (
+            is_loss(error) and not (timed_out(text) or closed_by_timeout(text))
+        ):
             return self._lost_unknown(text, missing) if is_loss(error) else None
+        return self._not_come(missing, waited, text)
+
+    def silence(self, text: str, waited: float = 0.0) -> PeerSilent | None:
+        """Return the error where a rank has given up waiting for others, or for this one; ``None`` if none has."""
+        silent, missing = self.departures.silent, self.missing(waited)
+        if self._rank in silent and not missing:  # else name those
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
+        return self._not_come(missing or silent, waited, text) if silent else None
+
+    def _not_come(self, missing: Sequence[int], waited: float, text: str) -> PeerSilent:
+        """Leave, and return the error about ranks that have not come to this rank's call."""
         have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
-        within = f" in {waited:.1f} s" if waited >= _SAID_S else ""
         return self.leave_silent(
             missing,
-            f"{self.name(missing)} {have} not come to {self.where}{within}, and {self.last(missing)}: "
-            f"{self.alone(missing)}; look at what {does}, and whether all ranks step several optimizers in one order "
-            f"(as Join lists them all), or wait longer with {self.timeout_option} ({text})",
+            f"{self.name(missing)} {have} not come to {self.where}{f' in {waited:.1f} s' * (waited >= _SAID_S)}, and "
+            f"{self.last(missing)}: {self.alone(missing)}; look at what {does}, and whether all ranks step several "
+            f"optimizers in one order (as Join lists them all), or wait longer with {self.timeout_option} ({text})",
         )
 
     def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
@@ -280,13 +292,6 @@ class Watch:
         self._leave(str(error))
         return error
 
-    def _heard(self, text: str, call: int, patience_s: float | None = None, waited: float = 0.0) -> PeerLost | None:
-        """Return what other ranks have told of the reason why a call has failed with this text; see :meth:`explain`."""
-        known = self.explain(text, call, 0.0 if timed_out(text) else patience_s)
-        if known is None and self._rank in self.departures.silent and not self.missing(waited):  # else name those
-            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
-        return known
-
     def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
         """Leave, tell the others that this rank has given up waiting for these, and return the error."""
         for rank in ranks:
@@ -295,15 +300,12 @@ class Watch:
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Leave, and return the error, once a message to or from a rank has failed, with the backend's ``text``."""
-        known = self._heard(text, _ANY_CALL)
-        if known is not None:
+        if known := self.explain(text, _ANY_CALL, 0.0 if timed_out(text) else None) or self.silence(text):
             return known
-        silent = self.departures.silent or ([rank] if timed_out(text) else [])
-        if silent:
-            have, they = ("have", "they do") if len(silent) > 1 else ("has", "it does")
+        if timed_out(text):
             return self.leave_silent(
-                silent,
-                f"{self.name(silent)} {have} not come to the same exchange of step {self.step}; look at what {they} "
+                [rank],
+                f"{self.name([rank])} has not come to the same exchange of step {self.step}; look at what it does "
                 f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})",
             )
         return self._cut_off(rank, text)
@@ -312,8 +314,7 @@ class Watch:
         """Leave, and return the error once a rank and this one cannot reach each other, if the others can be told."""
         if not self.departures.news:
             return None
-        apart = Departure(rank, How.CUT_OFF, from_rank=self._rank)
-        self.departures.notice(apart)
+        self.departures.notice(apart := Departure(rank, How.CUT_OFF, from_rank=self._rank))
         return self._leave_departed(apart, text)
 
     def warn(self) -> None:
@@ -398,8 +399,7 @@ class Watch:
 
     def _lives(self, rank: int, seconds: float) -> bool:
         """Return whether a rank of this host still runs so long after its connection has broken."""
-        process = self._near.get(rank)
-        return process is not None and not until(process.has_ended, seconds)
+        return (process := self._near.get(rank)) is not None and not until(process.has_ended, seconds)
 
     def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""

@@ -21,7 +21,10 @@ from ..errors import (
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
+from ..sharding.param_groups import params_of
 from ..sharding.wrapped_class import needs_closure
+from ..system.inference_mode import version_of
+from ..system.log import log
 from .hyperparameters import require_types
 
 
@@ -80,7 +83,28 @@ def template_of(
             refuse_own_options(group, number)  # the class would number them from 0
     template = cls([_on_meta(entry) for entry in groups], **defaults)
     check_options(template.param_groups)
+    _refuse_untold(template)
     return template
+
+
+def _refuse_untold(template: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedOptimizer for what a class does beside its step that is not followed; log what may matter."""
+    cls, name = type(template), type(template).__name__
+    if any(version_of(param) for param in params_of(template.param_groups)):
+        raise UnsupportedOptimizer(
+            f"{name} writes to its parameters when it is constructed, and cannot be sharded over several ranks, nor "
+            "with an offload or masters; write to them before that"
+        )
+    if cls.state_dict is not torch.optim.Optimizer.state_dict:
+        own = template.state_dict().keys() - {"state", "param_groups"}
+        if own:
+            raise UnsupportedOptimizer(
+                f"{name} saves {', '.join(map(repr, sorted(map(str, own))))} in its state dict beside state and param "
+                "groups, which would be in no checkpoint over several ranks, nor with an offload or masters; keep it "
+                "in the param groups"
+            )
+    if cls.zero_grad is not torch.optim.Optimizer.zero_grad:
+        log.warning("%s.zero_grad() is not called: over several ranks opt.zero_grad() drops gradients itself", name)
 
 
 def _on_meta(entry: Any) -> Any:
@@ -92,7 +116,9 @@ def _on_meta(entry: Any) -> Any:
                 f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
                 "it out of the parameters"
             )
-        return torch.nn.Parameter(entry.detach().to("meta"), requires_grad=entry.requires_grad)
+        param = torch.nn.Parameter(entry.detach().to("meta", copy=True), requires_grad=entry.requires_grad)
+        vars(param).update(vars(entry))
+        return param
     if isinstance(entry, tuple) and len(entry) == 2:
         return (entry[0], _on_meta(entry[1]))
     if isinstance(entry, Mapping) and "params" in entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -33,7 +33,12 @@ class Placement(ABC):
 
     A placement may take a step whose result is in the parameters only later: until then the step is *pending*. What is
     implemented here suits a placement that never has a pending step.
+
+    Attributes:
+        closure: of the user's step under way, which has been evaluated; see :func:`evaluated`.
     """
+
+    closure: Callable[[], Any] | None = None
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
-from .ddp_conflict import ddp_conflict, forward_of_ddp
+from .ddp_conflict import ddp_conflict, forward_of_ddp, over_other_ranks
 from .grad_places import GradPlaces
 from .interface import OwnRounds, ReductionParts
 from .overlapped import OverlappedReduction
@@ -75,8 +75,10 @@ class DDPHookReduction(OverlappedReduction):
         """Take the gradients of one of DDP's buckets; called in backward. Never waits for another rank.
 
         Raises:
-            ConfigConflict: DDP has a parameter that this optimizer has not, and would not be reduced.
+            ConfigConflict: DDP is over other ranks, or has a parameter that this optimizer has not.
         """
+        if not self._called and (conflict := over_other_ranks(params[0], self._parts.agreement.group.ranks)):
+            raise conflict
         self._called = True
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros

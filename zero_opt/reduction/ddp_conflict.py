@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
 
-from ..errors import GradientConflict
+from ..errors import ConfigConflict, GradientConflict
 from ..system.frames import calling_frames
 
 
@@ -45,6 +46,28 @@ def not_reduced(label: str, step: int, param: Tensor) -> GradientConflict:
         )
     return GradientConflict(
         f"the gradients of {label} differ between ranks in step {step}, so p.grad is not yet reduced; {advice}"
+    )
+
+
+def over_other_ranks(param: Tensor, ranks: Sequence[int]) -> ConfigConflict | None:
+    """Return the error if the DDP that hands a parameter's gradient to a hook is over other ranks than the optimizer.
+
+    Args:
+        ranks: the optimizer's, in the default process group.
+    """
+    own = sorted(ranks)
+    hooked = [ddp for ddp in _instances(DistributedDataParallel) if vars(ddp).get("_comm_hooks")]
+    theirs = [
+        sorted(dist.get_process_group_ranks(ddp.process_group))
+        for ddp in hooked
+        if any(held is param for held in ddp.parameters())
+    ]
+    if not theirs or own in theirs:
+        return None
+    return ConfigConflict(
+        f"DistributedDataParallel is over ranks {theirs[0]}, and the ShardedOptimizer whose ddp_hook it calls over "
+        f"ranks {own}, which alone would be averaged over; give both the same process_group, or leave the hook out and "
+        "pass reduction=zero_opt.AlreadyReduced()"
     )
 
 

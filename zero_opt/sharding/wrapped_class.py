@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from ..errors import ConfigConflict, ConfigTypeError, quoted
+from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, quoted
 from ..kernels.table import NATIVE_CLASSES
 from .param_groups import param_name
 
@@ -23,7 +23,8 @@ def register_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
 
     Its parameters may then be cut anywhere, which balances ranks to the element. A class whose update of an element
     looks at other elements (norms, factored or matrix moments) must not be registered: it would silently be wrong.
-    Every rank calls it, before it constructs an optimizer of the class.
+    Every rank calls it, before it constructs an optimizer of the class. ``docs/drop-in.md`` says what else a class may
+    rely on.
 
     Args:
         cls: the optimizer class. Subclasses of it are not registered with it.
@@ -102,6 +103,23 @@ def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether ``step`` cannot be called without a closure."""
     closure = inspect.signature(cls.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def evaluated(cls: type[torch.optim.Optimizer], loss: Any) -> Callable[[], Any] | None:
+    """Return what stands for a closure that has returned ``loss``, for one step of the class; None if it takes none."""
+    if "closure" not in inspect.signature(cls.step).parameters:
+        return None
+    losses = [loss]
+
+    def closure() -> Any:
+        if not losses:
+            raise UnsupportedOptimizer(
+                f"{cls.__name__} evaluates the closure of step() several times, and cannot be sharded over several "
+                "ranks, nor with an offload or masters; use it at world size 1 without"
+            )
+        return losses.pop()
+
+    return closure
 
 
 def bare_step(optimizer: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:

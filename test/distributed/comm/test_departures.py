@@ -227,6 +227,27 @@ def test_a_rank_that_is_given_up_is_silent_to_all(place: str) -> None:
         assert re.match(r"rank 1 (\(pid \d+\) )?has not come to step 2 in [\d.]+ s, and its last step is 1", text), text
 
 
+def _comes_late(rank: int, world_size: int, place: str) -> tuple[str, str]:
+    """Ranks 0 and 2 give rank 1 up, and end at once; rank 1 comes then."""
+    params, optimizer = _stepped(rank, place, checks=zero_opt.Checks(timeout=2.0))
+    pids = [int(pid) for pid in optimizer._group.all_gather_bytes(str(os.getpid()).encode())]
+    if rank == 1:
+        assert until(lambda: all(process_identity._stat(pids[other])[0] in "ZXx" for other in (0, 2)), PATIENCE_S)
+    said = _lost_in(lambda: take_step(params, optimizer))
+    if rank != 1:
+        process_exit.serve_to_the_end()
+        os._exit(said[0] != "PeerSilent" or not said[1].startswith("rank 1 "))
+    return said
+
+
+@places
+def test_ranks_that_have_ended_after_they_gave_up_are_not_lost(place: str) -> None:
+    first, (name, text), last = run_processes(3, _comes_late, place, expect_errors=True)
+    assert first.message == last.message == "exit code 0 before it answered"
+    assert name == "PeerSilent", text
+    assert "the other ranks have given up waiting for this one" in text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # killed
 

@@ -96,6 +96,8 @@ class DevicePlacement(SlicePlacement[Unit]):
             for unit in made[bucket.layout.index]:
                 self._places.update({piece.param: (unit, at) for at, piece in enumerate(unit.pieces)})
                 unit.read_params(range(len(unit.pieces)))
+                if not self._apart:
+                    unit.carry_attributes(range(len(unit.pieces)))
                 for number, positions in unit.by_group(range(len(unit.pieces))):
                     group, stepped = inner.param_groups[number], [unit.stepped[position] for position in positions]
                     # Some classes (Adagrad) make state when constructed: let a fresh one make it for these.
@@ -207,6 +209,8 @@ class DevicePlacement(SlicePlacement[Unit]):
         parts: list[tuple[Tensor, Tensor]] = []
         given: list[Tensor] = []
         for unit, grads in works:
+            if not self._apart:
+                unit.carry_attributes(position for position, _ in grads)
             for position, grad in grads:
                 part, group = unit.stepped[position], self._optimizer.param_groups[unit.pieces[position].group]
                 _bring_to(part, self._optimizer.state.get(part) or {}, group)
@@ -219,7 +223,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         with self._make_units.class_threads(), ExitStack() as writing:
             for work in works:
                 writing.enter_context(work.unit.own_writes(work.positions))
-            bare_step(self._optimizer)
+            bare_step(self._optimizer, None if self._apart else self.closure)
             left = [] if self._apart else [part.grad for part, _ in parts]
             for part, memory in parts:
                 part.grad = None

@@ -59,6 +59,14 @@ class Unit(MasterShard):
             self._written = positions, OwnWrites(self.flats[position] for position in positions)
         return self._written[1].ours()
 
+    def carry_attributes(self, positions: Iterable[int]) -> None:
+        """Give what is stepped the attributes that the user's parameters have by now (``param.lr_scale``, say)."""
+        for position in positions:
+            stepped, param = self.stepped[position], self.flats[position].param
+            if stepped is not param:
+                vars(stepped).clear()
+                vars(stepped).update(vars(param))
+
     def by_group(self, positions: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the param group, positions) of neighboring slices of one group."""
         if len(self._groups) == 1:

@@ -1,0 +1,196 @@
+"""Classes of the user's own: what their steps may rely on, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.harness import assert_bitwise, run_processes, run_threads
+
+PLACES = {"two ranks": (2, None), "offload": (1, zero_opt.CPUOffload())}
+places = pytest.mark.parametrize("place", PLACES)
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * self.scale(param))
+        return loss
+
+    def scale(self, param: Tensor) -> float:
+        """How much of the rate a parameter has."""
+        return 1.0
+
+
+class Elementwise(Own):
+    """The same, which may be cut anywhere."""
+
+
+zero_opt.register_elementwise(Elementwise)
+
+
+def _params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full(shape, 0.5)) for shape in ((40, 3), (7,))]
+
+
+def _scaled(rank: int, world_size: int, offload: Any, base: type[Own]) -> list[list[Tensor]]:
+    class Scaled(base):  # type: ignore[misc,valid-type]
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr)
+            self.known = [getattr(param, "lr_scale", 1.0) for group in self.param_groups for param in group["params"]]
+
+        def scale(self, param: Tensor) -> float:
+            return float(getattr(param, "lr_scale", 1.0))
+
+    if base is Elementwise:
+        zero_opt.register_elementwise(Scaled)
+    params, plain = _params(), _params()
+    for pair in (params, plain):
+        pair[0].lr_scale = 0.25  # type: ignore[attr-defined]
+    optimizer, reference = zero_opt.ShardedOptimizer(params, Scaled, offload=offload), Scaled(plain)
+    for step in range(3):
+        for trained, stepper in ((params, optimizer), (plain, reference)):
+            if step:
+                trained[1].lr_scale = step  # type: ignore[attr-defined]
+                trained[0].__dict__.pop("lr_scale", None)
+            torch.autograd.backward([(param * param).sum() for param in trained])
+            stepper.step()
+            stepper.zero_grad()
+    optimizer.close()
+    return [[param.detach() for param in trained] for trained in (params, plain)]
+
+
+@places
+@pytest.mark.parametrize("base", [Own, Elementwise])
+def test_a_step_sees_the_attributes_that_parameters_have_by_then(base: type[Own], place: str) -> None:
+    world_size, offload = PLACES[place]
+    for found, expected in run_threads(world_size, _scaled, offload, base):
+        assert_bitwise(found, expected)
+
+
+class Twice(Own):
+    """Evaluates the closure before and after its step, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return closure()
+
+
+class NoClosure(Own):
+    """Takes none."""
+
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
+def _with_closure(rank: int, world_size: int, offload: Any, cls: type[Own]) -> str:
+    params, calls = _params(), [0]
+    optimizer = zero_opt.ShardedOptimizer(params, cls, offload=offload)
+
+    def closure() -> Tensor:
+        calls[0] += 1
+        optimizer.zero_grad()
+        loss = (params[0] * params[0]).sum()
+        loss.backward()
+        return loss
+
+    try:
+        assert isinstance(optimizer.step(closure), Tensor)
+        said = ""
+    except zero_opt.ZeroOptError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert calls[0] == 1
+    assert optimizer._engine.placement.closure is None
+    optimizer.close()
+    return said
+
+
+@places
+def test_a_closure_is_evaluated_once(place: str) -> None:
+    world_size, offload = PLACES[place]
+    assert run_processes(world_size, _with_closure, offload, Own) == [""] * world_size
+    assert run_processes(world_size, _with_closure, offload, NoClosure) == [""] * world_size
+
+
+@places
+def test_a_class_that_evaluates_it_twice_is_refused(place: str) -> None:
+    world_size, offload = PLACES[place]
+    for said in run_processes(world_size, _with_closure, offload, Twice):
+        assert said.startswith("UnsupportedOptimizer: ") and "Twice evaluates the closure of step() several" in said
+
+
+class Writing(Own):
+    """Begins from half of what parameters are."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.5)
+
+
+class Saving(Own):
+    """Has an entry of its own in its state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "clock": 3}
+
+
+class Zeroing(Own):
+    """Has its own way to drop gradients."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def _refused(rank: int, world_size: int, offload: Any, cls: type[Own]) -> str:
+    params = _params()
+    with pytest.raises(zero_opt.UnsupportedOptimizer) as caught:
+        zero_opt.ShardedOptimizer(params, cls, offload=offload)
+    assert_bitwise([param.detach() for param in params], [param.detach() for param in _params()])
+    return str(caught.value)
+
+
+@places
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Writing, "Writing writes to its parameters when it is constructed"),
+        (Saving, "Saving saves 'clock' in its state"),
+    ],
+)
+def test_what_would_be_lost_is_refused_on_every_rank(cls: type[Own], words: str, place: str) -> None:
+    world_size, offload = PLACES[place]
+    assert all(words in said for said in run_threads(world_size, _refused, offload, cls))
+
+
+@pytest.mark.parametrize(("cls", "count"), [(Zeroing, 1), (Own, 0), (torch.optim.SGD, 0), (zero_opt.CPUAdamW, 0)])
+def test_a_zero_grad_that_is_not_called_is_logged(cls: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zero_opt"):
+        zero_opt.ShardedOptimizer(_params(), cls, offload=zero_opt.CPUOffload()).close()
+    assert len([record for record in caplog.records if "zero_grad() is not called" in record.message]) == count
+
+
+def test_a_class_alone_is_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """At world size 1, without an offload or masters."""
+    for cls in (Writing, Saving, Zeroing, Twice):
+        zero_opt.ShardedOptimizer(_params(), cls).close()
+    assert not caplog.records
