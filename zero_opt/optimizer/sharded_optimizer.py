@@ -246,8 +246,8 @@ class ShardedOptimizer(UnevenInputs):
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """On every rank: within it gradients stay local, full-size. A backward outside reduces them; without one,
-        :meth:`step` raises GradientsLocal, unless under ``AtStep``. After :meth:`close` it raises OptimizerClosed."""
+        """On every rank: within it gradients stay local, full-size, until a backward outside. Without one :meth:`step`
+        raises GradientsLocal, but under ``AtStep``. DDP and FSDP2 have their own. Raises OptimizerClosed if closed."""
         self._require_open()
         return self._engine.no_sync()
 
