@@ -16,12 +16,11 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from support.forked import forked, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 
 import zero_opt
 from zero_opt.comm.exchange import BucketReduction, Ident
@@ -171,12 +170,10 @@ def main() -> None:
     """Measure and print; write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", type=Path)
+    add_write(parser)
     arguments = parser.parse_args()
     text = report(forked(measured, WORLD_SIZE, arguments.rounds)[0])
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "checks", text)
+    publish(arguments.write, "checks", text)
 
 
 if __name__ == "__main__":

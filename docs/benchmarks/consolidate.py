@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.forked import forked, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, say, spread, today
 
 import zero_opt
 
@@ -125,7 +124,7 @@ def measured(rank: int, _: int, rounds: int) -> tuple[Times, Times]:
             times[name].append(timed(lambda o=optimizer: o.consolidate_state_dict(to=0)))
             times[f"{name} state_dict"].append(timed(lambda o=optimizer: o.state_dict() if rank == 0 else None))
             if rank == 0:
-                print(f"round {number + 1}: {name} {times[name][-1]:.3f} s", file=sys.stderr, flush=True)
+                say(f"round {number + 1}: {name} {times[name][-1]:.3f} s")
     if rank == 0:
         check_same_state(contenders)
     return times, peaks
@@ -189,12 +188,10 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     text = report(*forked(measured, WORLD_SIZE, arguments.rounds)[0], arguments.rounds)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "consolidate", text)
+    publish(arguments.write, "consolidate", text)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch._dynamo  # every optimizer would import it, on every rank
 import torch.distributed as dist
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from torch import Tensor, nn
 
 import zero_opt
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     given = parser.parse_args()
     # DeepSpeed compiles its kernel with a ninja that may be installed beside the interpreter alone.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -334,9 +334,7 @@ def main() -> None:
     for world_size in given.ranks:
         lines += section(Case((), world_size, given.width, given.layers, given.rounds, device))
     text = "\n".join(lines)
-    print(text)
-    if given.write:
-        write_result(given.write, "offload", text)
+    publish(given.write, "offload", text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from support.stored_twice import stored_twice
 from torch import Tensor
 
@@ -154,14 +154,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mi", type=int, default=64, help="elements, in Mi")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     if len(cores()) < 2:
         sys.exit("this needs two cores: one for the worker")
     text = report(arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "worker", text)
+    publish(arguments.write, "worker", text)
 
 
 if __name__ == "__main__":

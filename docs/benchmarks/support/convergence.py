@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.machine import command, machine, today, write_result
+from support.machine import add_write, command, machine, publish, say, today
 
 import zero_opt
 
@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from text_data import Corpus, load_corpus, random_batch, scoring_windows
 from text_model import GPT, ModelSize, parameter_groups
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 LR, ROWS = 5e-3, 16  # at the peak; windows per rank and step
 
 
@@ -99,17 +98,15 @@ class Study:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--steps", type=int, default=150)
         parser.add_argument("--seeds", type=int, default=3)
-        parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write the result")
+        add_write(parser)
         arguments = parser.parse_args()
         results: dict[str, list[Trained]] = {name: [] for name in self.kinds}
         for seed in range(arguments.seeds):
             for name, kind in self.kinds.items():
                 results[name].append(self.train(kind, seed, arguments.steps))
-                print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
+                say(f"seed {seed}, {name}: {results[name][-1]}")
         text = self._report(results, arguments.steps)
-        print(text)
-        if arguments.write:
-            write_result(arguments.write, self.name, text)
+        publish(arguments.write, self.name, text)
 
     def _report(self, results: Mapping[str, Sequence[Trained]], steps: int) -> str:
         """The result as markdown."""

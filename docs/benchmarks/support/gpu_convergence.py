@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from support.convergence import learning_rate
 from support.gpu_systems import HYPERS, MASTERS, Loss, Masters, parameter_groups, size_for
+from support.machine import say
 
 import zero_opt
 
@@ -132,5 +132,5 @@ def convergence(course: Course, dtypes: list[str]) -> Iterator[str]:
         curves: dict[str, Curve] = {}
         for name, build in CONTENDERS.items():
             curves[name] = train(build, DTYPES[dtype], course, corpus)
-            print(f"{dtype}, {name}: {curves[name].held_out:.4f}", file=sys.stderr, flush=True)
+            say(f"{dtype}, {name}: {curves[name].held_out:.4f}")
         yield from table(dtype, curves, course.steps)
