@@ -133,9 +133,9 @@ def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:
         optimizer.zero_grad()
         if (step + 1) % max(steps // POINTS, 1) == 0 and step + 1 < steps:
             with Unwatched():  # of weights that lack a step, which delay=1 refuses: a flush would change the run
-                outcome.bits[step + 1] = held_out_bits(model, corpus, every=PARTS)
+                outcome.bits[step + 1] = held_out_bits(model.loss, corpus, model.size.context, every=PARTS)
     optimizer.flush()
-    outcome.end = held_out_bits(model, corpus)
+    outcome.end = held_out_bits(model.loss, corpus, model.size.context)
     optimizer.close()
     return outcome
 

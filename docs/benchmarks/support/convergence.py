@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from support.machine import add_write, command, machine, publish, say, today
+from torch import Tensor
 
 import zero_opt
 
@@ -42,13 +43,17 @@ def learning_rate(peak: float, step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
-    """Bits per byte over the held-out text, or over one of so many parts of it."""
+def held_out_bits(loss: Callable[..., Tensor], corpus: Corpus, context: int, batch: int = 64, every: int = 1) -> float:
+    """Return bits per byte over the held-out text, or over one of so many parts of it.
+
+    Args:
+        loss: called as ``loss(tokens, targets, reduction="sum")`` with ``batch`` windows of ``context`` bytes.
+    """
     nats = scored = 0.0
-    for number, (tokens, targets) in enumerate(scoring_windows(corpus.held_out, model.size.context, batch=64)):
+    for number, (tokens, targets) in enumerate(scoring_windows(corpus.held_out, context, batch)):
         if number % every:
             continue
-        nats += model.loss(tokens, targets, reduction="sum").item()
+        nats += loss(tokens, targets, reduction="sum").item()
         scored += float((targets >= 0).sum())
     return nats / scored / math.log(2)
 
@@ -69,7 +74,7 @@ def train_rank(seed: int, steps: int, cls: Any, **options: Any) -> float:
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
-    bits = held_out_bits(model, corpus) if rank == 0 else math.nan
+    bits = held_out_bits(model.loss, corpus, model.size.context) if rank == 0 else math.nan
     dist.barrier()
     optimizer.close()
     return bits
