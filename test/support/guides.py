@@ -1,4 +1,4 @@
-"""What the guides have of code, and how a program is started."""
+"""The code of the guides, and a program under torchrun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float)
     ended = subprocess.run(
         [sys.executable, *launcher, str(file)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "PYTHONPATH": str(DOCS.parent)},
         timeout=timeout_s,
         capture_output=True,
         text=True,

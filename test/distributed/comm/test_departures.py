@@ -376,7 +376,6 @@ def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:
         while not port.exists():
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size, is_master=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S)
     )
