@@ -11,10 +11,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_threads
-from test.support.scenario import BUCKET_MB, SHAPES, add, gradient, mean, values
-
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-AT_STEP = zero_opt.AtStep(BUCKET_MB)
+from test.support.scenario import OVERLAPPED, SHAPES, add, gradient, mean, values
 
 Shapes = Sequence[tuple[int, ...]]
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.scenario import BUCKET_MB, values
+from test.support.scenario import OVERLAPPED, values
 
 SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (1000,))
 STEPS = 5
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_threads
-from test.support.scenario import BUCKET_MB, add, mean, values
+from test.support.scenario import AT_STEP, OVERLAPPED, add, mean, values
 
 SHAPES = ((70, 3), (65,), (), (300,), (64,))
 ADDED = ((33, 2), (5,), (129,), ())
@@ -216,7 +216,7 @@ def check_script(how: How, script: Sequence[tuple[int, Sequence[Operation]]]) ->
         before = outcomes[0][0]
 
 
-REDUCTIONS = (zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB))
+REDUCTIONS = (OVERLAPPED, AT_STEP)
 CLASSES = (torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop)
 # An offload would take the fused formula.
 OPTIONS: dict[Any, dict[str, Any]] = {torch.optim.Adam: {"fused": False}}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zero_opt
-from test.support.worker_training import OVERLAPPED
+from test.support.scenario import OVERLAPPED
 from zero_opt.placement.nvme import extents
 
 WINDOW_MB = 8192 / 2**20  # a block or two per array: parameters are cut by windows

@@ -22,6 +22,7 @@ STEPS = 20
 # Small buckets, so that there are many; shapes that are cut inside, that fit a rank, and that are odd.
 SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (64,), (3, 5, 7, 2), (1000,), (1,))
 BUCKET_MB = 2048 / 2**20
+OVERLAPPED, AT_STEP = zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)
 
 NEVER_USED = 5
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise
 from test.support.late_params import as_they_are
-from test.support.scenario import BUCKET_MB, mean, values
+from test.support.scenario import OVERLAPPED, mean, values
 from zero_opt.placement.worker import process
 
 SHAPES = ((130, 7), (65,), (1000,), ())
 NOW, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE = {torch.optim.Adam: zero_opt.CPUAdam, torch.optim.AdamW: zero_opt.CPUAdamW}
 LRS = (0.03, 0.01, 0.002)

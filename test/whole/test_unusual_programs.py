@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED
 from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import AT_STEP, OVERLAPPED
 from zero_opt.sharding.late_params import Unwatched
 
 OFFLOADS = {"device": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}

@@ -15,10 +15,9 @@ import zero_opt
 from test.support.compact_training import FORMS
 from test.support.device_cases.programs import Failed, Tripwire
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import BUCKET_MB, OVERLAPPED
 
 HOOK = zero_opt.DDPHook(BUCKET_MB)
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 STEPS = 5
 
 

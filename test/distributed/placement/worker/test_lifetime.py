@@ -18,12 +18,11 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import values
+from test.support.scenario import OVERLAPPED, values
 from test.support.worker_training import (
     DTYPES,
     LATER,
     NOW,
-    OVERLAPPED,
     backward,
     make,
     make_params,
