@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.scenario import BUCKET_MB, values
+from test.support.tripwire import Failed, Tripwire
 from zero_opt import errors
 
 SHAPES = {"first.weight": (40, 6), "first.bias": (40,), "last.weight": (3, 40), "scale": ()}
@@ -130,21 +131,11 @@ def _zero_grad_alone(bench: Bench) -> None:
     bench.backward(1)
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("in backward")
-
-
 def _broken_backward(bench: Bench) -> None:
     bench.opt.zero_grad()
     value = bench.params[2]
-    loss = (_Boom.apply(bench.params[0]) if bench.rank else bench.params[0]).sum() + value.sum()  # type: ignore[no-untyped-call]
-    with contextlib.suppress(ArithmeticError):
+    loss = (Tripwire.apply(bench.params[0]) if bench.rank else bench.params[0]).sum() + value.sum()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Failed):
         loss.backward()
     bench.opt.step()
 

@@ -19,6 +19,12 @@ def snippets(guide: str) -> list[str]:
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what links to a page can name: its headings, as they are spelt in addresses."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float) -> None:
     """Run a program in a folder, as torchrun starts it on one host.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from test.support.constructor_faults import CONSTRUCTOR, ConstructorFault
 from test.support.faults import STATE, STEP, Bench, Fault, make_params
 from test.support.harness import bitwise_difference, run_processes
 
-MOST_SECONDS = 60
 FAULTS: dict[str, Fault | ConstructorFault] = {**CONSTRUCTOR, **STEP, **STATE}
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +34,6 @@ class Outcome(NamedTuple):
 
     error: str
     message: str
-    seconds: float
     changed: list[str]
     after: str
 
@@ -45,27 +42,25 @@ def _construct(rank: int, fault: ConstructorFault) -> Outcome:
     what: dict[str, Any] = {"params": make_params(), "optimizer_class": torch.optim.Adam}
     if rank:
         fault.change(what)
-    begin = time.monotonic()
     try:
         zero_opt.ShardedOptimizer(**what).close()
     except zero_opt.ZeroOptError as error:
-        return Outcome(type(error).__name__, str(error), time.monotonic() - begin, [], "")
-    return Outcome("none", "", time.monotonic() - begin, [], "")
+        return Outcome(type(error).__name__, str(error), [], "")
+    return Outcome("none", "", [], "")
 
 
 def _act(bench: Bench, fault: Fault) -> Outcome:
-    before, name, message, begin = bench.snapshot(), "none", "", time.monotonic()
+    before, name, message = bench.snapshot(), "none", ""
     try:
         fault.act(bench)
     except zero_opt.ZeroOptError as error:
         name, message = type(error).__name__, str(error)
-    seconds = time.monotonic() - begin
     if fault.mend is None:
-        return Outcome(name, message, seconds, [], "")
+        return Outcome(name, message, [], "")
     changed = list(bitwise_difference(bench.snapshot(), before))
     fault.mend(bench)
     bench.step(2)
-    return Outcome(name, message, seconds, changed, str([param.tolist() for param in bench.params]))
+    return Outcome(name, message, changed, str([param.tolist() for param in bench.params]))
 
 
 def _meet_all(rank: int, world_size: int) -> dict[str, Outcome]:
@@ -95,7 +90,6 @@ def met() -> list[dict[str, Outcome]]:
 def test_the_same_typed_error_on_both_ranks(met: list[dict[str, Outcome]], name: str) -> None:
     first, second = met[0][name], met[1][name]
     assert first.error == second.error == FAULTS[name].error.__name__
-    assert max(first.seconds, second.seconds) < MOST_SECONDS
     # The rank at fault says what it has done; the other, whose mistake it is.
     assert re.sub("^rank [01]: ", "", first.message) == re.sub("^rank [01]: ", "", second.message)
     assert first.changed == second.changed == []
