@@ -39,7 +39,7 @@ RING, LISTENING, SPARE = 2, 2, 18  # descriptors of both groups besides those of
 
 
 class Costs(NamedTuple):
-    """Seconds of processor, of both ends of a message together for each of its ends.
+    """Processor seconds at one end of a message: the mean of both ends.
 
     Attributes:
         message: per message. byte: per byte. report: to read one rank's report.

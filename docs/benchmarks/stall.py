@@ -272,7 +272,7 @@ def in_turns(numel: int, dtype: torch.dtype, found: Mapping[str | None, Times]) 
 def contend(
     arguments: argparse.Namespace, dtype: torch.dtype, copies: dict[int, list[float]]
 ) -> tuple[dict[str | None, Times], dict[str | None, Times]]:
-    """All contenders in turns, and nobody, alone and as two ranks; and copies, by how many threads make them."""
+    """Measure all contenders, and no optimizer, in turns: alone and as two ranks; and copies, by number of threads."""
     torch.set_num_threads(1)
     numel, left_out = arguments.mi << 20, arguments.leave_out
     Products.side, Products.count = torch.zeros(1, 1), 1

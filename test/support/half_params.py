@@ -33,7 +33,7 @@ def gradient(params: list[nn.Parameter], step: int, rank: int, at: int) -> Tenso
 
 
 def edit(params: list[nn.Parameter], step: int) -> None:
-    """After one step the user writes to a part of one parameter."""
+    """Write to a part of the first parameter after step 2, as a user may."""
     if step == 2:
         with torch.no_grad():
             params[0].view(-1)[3:200].mul_(0.5)

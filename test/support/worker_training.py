@@ -28,7 +28,7 @@ LRS = (0.03, 0.01, 0.002)
 
 @contextmanager
 def stillborn_workers(folder: Path) -> Iterator[None]:
-    """Every worker that is started kills itself before it does anything."""
+    """Within the context, every worker that starts kills itself at once."""
     program = folder / "stillborn.py"
     program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import zero_opt
 from test.support.constructor_faults import CONSTRUCTOR, ConstructorFault
-from test.support.faults import STATE, STEP, Bench, Fault, make_params
+from test.support.faults import STATE, STEP, Fault, RankUnderTest, make_params
 from test.support.harness import bitwise_difference, run_processes
 
 FAULTS: dict[str, Fault | ConstructorFault] = {**CONSTRUCTOR, **STEP, **STATE}
@@ -39,44 +39,44 @@ class Outcome(NamedTuple):
 
 
 def _construct(rank: int, fault: ConstructorFault) -> Outcome:
-    what: dict[str, Any] = {"params": make_params(), "optimizer_class": torch.optim.Adam}
+    arguments: dict[str, Any] = {"params": make_params(), "optimizer_class": torch.optim.Adam}
     if rank:
-        fault.change(what)
+        fault.change(arguments)
     try:
-        zero_opt.ShardedOptimizer(**what).close()
+        zero_opt.ShardedOptimizer(**arguments).close()
     except zero_opt.ZeroOptError as error:
         return Outcome(type(error).__name__, str(error), [], "")
     return Outcome("none", "", [], "")
 
 
-def _act(bench: Bench, fault: Fault) -> Outcome:
-    before, name, message = bench.snapshot(), "none", ""
+def _act(tested: RankUnderTest, fault: Fault) -> Outcome:
+    before, name, message = tested.snapshot(), "none", ""
     try:
-        fault.act(bench)
+        fault.act(tested)
     except zero_opt.ZeroOptError as error:
         name, message = type(error).__name__, str(error)
     if fault.mend is None:
         return Outcome(name, message, [], "")
-    changed = list(bitwise_difference(bench.snapshot(), before))
-    fault.mend(bench)
-    bench.step(2)
-    return Outcome(name, message, changed, str([param.tolist() for param in bench.params]))
+    changed = list(bitwise_difference(tested.snapshot(), before))
+    fault.mend(tested)
+    tested.step(2)
+    return Outcome(name, message, changed, str([param.tolist() for param in tested.params]))
 
 
 def _meet_all(rank: int, world_size: int) -> dict[str, Outcome]:
     dist.new_group([0, 1])  # that a rank can mistake for the default one
-    outcomes, bench = dict[str, Outcome](), Bench(rank)
+    outcomes, tested = dict[str, Outcome](), RankUnderTest(rank)
     for name, fault in FAULTS.items():
         if isinstance(fault, ConstructorFault):
             outcomes[name] = _construct(rank, fault)
             dist.barrier()  # a rank refuses its argument before it knows that another one waits
         elif fault.mend is None or fault.options is not dict:
-            own = Bench(rank, **fault.options())
+            own = RankUnderTest(rank, **fault.options())
             outcomes[name] = _act(own, fault)
             own.opt.close()
         else:
-            outcomes[name] = _act(bench, fault)
-    bench.opt.close()
+            outcomes[name] = _act(tested, fault)
+    tested.opt.close()
     return outcomes
 
 
