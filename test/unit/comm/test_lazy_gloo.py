@@ -41,7 +41,7 @@ def test_every_rank_has_all_tensors_in_rank_order_from_its_partners_alone(size: 
             assert {dst, src} <= partners(rank, size)
             rounds[rank] += 1
             on_their_way[rank, dst].put(out.clone())
-            into.copy_(on_their_way[src, rank].get(timeout=30.0))
+            into.copy_(on_their_way[src, rank].get(timeout=PATIENCE_S))
 
         found[rank] = all_gather(exchange, rank, torch.tensor([rank, -rank]), size)
 
