@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from test.support.bitwise import assert_bitwise
+from test.support.failures import PATIENCE_S
 from zero_opt.comm.lazy_gloo import all_gather, partners
 
 SIZES = [*range(2, 18), 31, 33]
