@@ -23,11 +23,13 @@ from test.support.sampling import left_out
 # Collecting makes millions of objects that stay.
 gc.disable()
 
-# Tests fork: OpenMP's worker threads do not survive that, so none may exist in the parent. One thread per
-# rank also keeps several ranks quick on two cores, and so it does the programs that tests start: OpenMP's threads wait
-# for each other by spinning, which takes the cores from other tests.
+# Tests fork, and OpenMP's worker threads do not survive a fork: the parent must have none. The variable is for programs
+# that tests start: OpenMP's threads spin while they wait, on the cores that other tests need.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Ranks meet on the loopback interface, whatever the host's name resolves to.
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 # What a shell runs in the background begins with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

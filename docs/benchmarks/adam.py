@@ -31,7 +31,7 @@ from support.contenders import (
     reduced_bytes,
     reduced_contenders,
 )
-from support.machine import command, load, machine, say, today, write_result
+from support.machine import add_write, command, load, machine, publish, pyplot, say, today
 
 from zero_opt import _native
 
@@ -115,16 +115,11 @@ def verdict(fp32: Times, reduced: Times, pipeline: Times) -> list[str]:
 
 def draw(fp32: Times, reduced: Times, numel: int, path: Path) -> None:
     """Every contender in the roofline plane: elements per second over bytes per element, under the read limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     moved = reduced_bytes()
     points = {name: (28.0, statistics.median(fp32[name])) for name in ("torch fused", "zero_opt")}
     points |= {name: (moved[name], statistics.median(reduced[name])) for name in (CAST_KEPT, *FORMS)}
     limit = 16 * numel / statistics.median(fp32[READING]) * 1e-6  # GB/s
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure, axes = pyplot().subplots(figsize=(7, 4.5))
     widths = [8.0, 64.0]
     axes.plot(
         widths, [limit / width for width in widths], "k--", label=f"bytes moved at the read limit, {limit:.0f} GB/s"
@@ -144,7 +139,7 @@ def main() -> None:
     parser.add_argument("--mi", type=float, nargs="+", default=[1, 64], help="sizes, in 2^20 elements; the last counts")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="the last counts")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     lines = [f"### One Adam step on the CPU, {today()}", "", f"`{command(SCRIPT)}`", ""]
     lines += [f"{machine()}; kernels {_native.isa()}; {load()}.", ""]
@@ -160,10 +155,7 @@ def main() -> None:
     fp32, reduced, pipeline = (times for _, times in sections)
     lines += [f"At {arguments.mi[-1]:g} Mi elements and {threads} threads:", "", *verdict(fp32, reduced, pipeline)]
     text = "\n".join(lines)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "adam", f"{text}\n\n![roofline](adam.png)")
-        draw(fp32, reduced, numel, arguments.write / "adam.png")
+    publish(arguments.write, "adam", text, "roofline", partial(draw, fp32, reduced, numel))
 
 
 if __name__ == "__main__":

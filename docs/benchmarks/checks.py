@@ -1,4 +1,4 @@
-"""What the checks of every training step cost, on two gloo ranks and a 33 M-parameter model.
+"""What the checks of every training step cost, on two gloo ranks and a 33.6 M-parameter model.
 
     python docs/benchmarks/checks.py [--write docs/benchmarks/results/]
 
@@ -16,19 +16,19 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from support.forked import forked, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
+from support.model import Batch, make_data, make_model
 
 import zero_opt
 from zero_opt.comm.exchange import BucketReduction, Ident
 from zero_opt.reduction import OwnRounds
 from zero_opt.reduction.grad_norm import alone, share_of
 
-WORLD_SIZE, WIDTH, LAYERS, VOCABULARY, TOKENS = 2, 512, 10, 4096, 128
+WORLD_SIZE, BATCH = 2, Batch(tokens=128)
 Times = dict[str, list[float]]
 STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES = (
     "training step, nonfinite ignored",
@@ -42,20 +42,12 @@ STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES = (
 )
 
 
-def model() -> torch.nn.Module:
-    """A small transformer."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
-    body = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, WIDTH), body)
-
-
-def train_backward(net: torch.nn.Module, optimizer: Any, tokens: torch.Tensor) -> Callable[[], None]:
+def train_backward(net: torch.nn.Module, optimizer: Any, batch: tuple[torch.Tensor, ...]) -> Callable[[], None]:
     """A step but for ``step()``."""
 
     def run() -> None:
         optimizer.zero_grad()
-        net(tokens).square().mean().backward()
+        net(*batch).backward()
 
     return run
 
@@ -114,14 +106,14 @@ def reductions_alone(optimizer: Any, number: int, times: Times) -> None:
 
 def measured(rank: int, _: int, rounds: int) -> Times:
     """Return the times of the slower rank."""
-    tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(rank))
+    (batch,) = make_data(rank, 1, BATCH)
     backwards, steps, optimizers = {}, {}, {}
     for name, nonfinite in ((STEP, "ignore"), (SKIP, "skip")):
-        net = model()
+        net = make_model(BATCH.tokens)
         optimizers[name] = zero_opt.ShardedOptimizer(
             net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True, checks=zero_opt.Checks(nonfinite=nonfinite)
         )
-        backwards[name] = train_backward(net, optimizers[name], tokens)
+        backwards[name] = train_backward(net, optimizers[name], batch)
         steps[name] = train_step(backwards[name], optimizers[name])
     times: Times = {name: [] for name in (STEP, SKIP, AGREE, LOCAL, LOOK, WHOLE_LOOK, REDUCE, SQUARES)}
     for number in range(rounds + 2):
@@ -171,12 +163,10 @@ def main() -> None:
     """Measure and print; write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", type=Path)
+    add_write(parser)
     arguments = parser.parse_args()
     text = report(forked(measured, WORLD_SIZE, arguments.rounds)[0])
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "checks", text)
+    publish(arguments.write, "checks", text)
 
 
 if __name__ == "__main__":

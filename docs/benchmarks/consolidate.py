@@ -1,4 +1,4 @@
-"""How long it takes to bring a 33 M-parameter AdamW's state to one of two ranks, beside ZeroRedundancyOptimizer.
+"""How long it takes to bring a 33.6 M-parameter AdamW's state to one of two ranks, beside ZeroRedundancyOptimizer.
 
     python docs/benchmarks/consolidate.py [--write docs/benchmarks/results/]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.forked import forked, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, say, spread, today
+from support.model import make_model
 
 import zero_opt
 
 WORLD_SIZE = 2
-WIDTH, LAYERS, VOCABULARY = 512, 10, 4096
 Times = dict[str, list[float]]
 ALONE, FLOOR = "state_dict() on rank 0 alone", "bytes"
-
-
-def parameters() -> list[torch.nn.Parameter]:
-    """Those of a transformer: per layer attention, a perceptron, two norms; and an embedding."""
-    layer = [(3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)]
-    layer += [(4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,)] + [(WIDTH,)] * 4
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(VOCABULARY, WIDTH), *(layer * LAYERS)]
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
 def optimizers() -> dict[str, torch.optim.Optimizer]:
@@ -44,9 +34,9 @@ def optimizers() -> dict[str, torch.optim.Optimizer]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ours = zero_opt.ShardedOptimizer(
-        parameters(), torch.optim.AdamW, reduction=zero_opt.AlreadyReduced(), lr=1e-3, foreach=True
+        make_model(1).parameters(), torch.optim.AdamW, reduction=zero_opt.AlreadyReduced(), lr=1e-3, foreach=True
     )
-    peer = ZeroRedundancyOptimizer(parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+    peer = ZeroRedundancyOptimizer(make_model(1).parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
     return {"zero_opt": ours, "ZeroRedundancyOptimizer": peer}
 
 
@@ -125,7 +115,7 @@ def measured(rank: int, _: int, rounds: int) -> tuple[Times, Times]:
             times[name].append(timed(lambda o=optimizer: o.consolidate_state_dict(to=0)))
             times[f"{name} state_dict"].append(timed(lambda o=optimizer: o.state_dict() if rank == 0 else None))
             if rank == 0:
-                print(f"round {number + 1}: {name} {times[name][-1]:.3f} s", file=sys.stderr, flush=True)
+                say(f"round {number + 1}: {name} {times[name][-1]:.3f} s")
     if rank == 0:
         check_same_state(contenders)
     return times, peaks
@@ -142,7 +132,7 @@ def check_same_state(contenders: dict[str, Any]) -> None:
 
 def report(times: Times, peaks: Times, rounds: int) -> str:
     """The result as markdown."""
-    count = sum(p.numel() for p in parameters())
+    count = sum(p.numel() for p in make_model(1).parameters())
     alone, both = ratio(times, ("",)), ratio(times, ("", " state_dict"))
     lines = [
         f"### consolidate_state_dict, {today()}",
@@ -189,12 +179,10 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     text = report(*forked(measured, WORLD_SIZE, arguments.rounds)[0], arguments.rounds)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "consolidate", text)
+    publish(arguments.write, "consolidate", text)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 from support.gpu_convergence import DTYPES, Course, convergence
 from support.gpu_measure import Size, measured
 from support.gpu_systems import SYSTEMS
-from support.machine import command, gpu, load, machine, spread, today, write_result
+from support.machine import add_write, command, gpu, load, machine, publish, spread, today, write_result
 
 SCRIPT = "docs/benchmarks/gpu.py"
 LIMIT_S = 230.0  # of one process; a row has two
@@ -138,9 +138,7 @@ def curves(given: argparse.Namespace) -> None:
     """Train for the curves."""
     course = Course(given.device, given.params, given.batch, given.context, given.steps)
     text = "\n".join([*about("Training curves on a GPU"), *convergence(course, given.dtypes)]).rstrip()
-    print(text)
-    if given.write:
-        write_result(given.write, "gpu_convergence", text)
+    publish(given.write, "gpu_convergence", text)
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -170,7 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a round, or of a curve (default: 4; 200)")
     parser.add_argument("--expandable", action=argparse.BooleanOptionalAction, default=True, help="the second process")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on the CPU where there is no GPU")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     given = parser.parse_args()
     usual = {"params": 1.3e9, "batch": 4, "context": 1024, "rounds": 5, "steps": 4}
     if given.convergence:

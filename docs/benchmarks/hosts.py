@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.machine import command, load, machine, say, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, say, spread, today
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, LanguageModel, make_model
 from support.ranks import Outcome, Run, execute
 from support.report import same_loss
@@ -45,7 +45,6 @@ import zero_opt
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before the standard library, which has a "test" too
 from test.hosts.network import INTERFACE, Network, Unavailable
 
-RESULTS = Path(__file__).parent / "results"
 SCRIPT = "docs/benchmarks/hosts.py"
 ALONE, DDP = "the model alone", "DDP"
 COLUMNS = 100  # of the drawing, for the longest step
@@ -235,7 +234,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=Batch.tokens, help="tokens per sequence")
     parser.add_argument("--tolerance", type=float, default=0.01, help="relative difference between last losses")
     parser.add_argument("--draw", action="store_true", help="draw what the wire carries over time")
-    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write the result")
+    add_write(parser)
     return parser.parse_args()
 
 
@@ -247,9 +246,7 @@ def main() -> None:
     except Unavailable as why:
         say(f"not measured: {why}")
         return
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "hosts", text)
+    publish(arguments.write, "hosts", text)
 
 
 if __name__ == "__main__":

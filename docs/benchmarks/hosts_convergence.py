@@ -8,12 +8,11 @@ machine (test/hosts/network.py): this needs root. bf16 is also judged by the byt
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 from support.convergence import Study, Trained, train_rank
 from support.forked import forked
+from support.machine import say
 from support.ranks import interface_bytes
 
 import zero_opt
@@ -48,4 +47,4 @@ if __name__ == "__main__":
     try:
         study.main(__doc__)
     except Unavailable as why:
-        print(f"not measured: {why}", file=sys.stderr)
+        say(f"not measured: {why}")

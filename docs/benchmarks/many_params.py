@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.forked import forked, in_turn, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, say, spread, today
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -190,18 +188,16 @@ def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    add_write(parser)
     arguments = parser.parse_args()
     lines = [f"### Many parameters, {today()}", "", f"`{command('docs/benchmarks/many_params.py')}`", ""]
     lines += [f"{machine()}; {load()}. {WORLD_SIZE} ranks, one thread each, {arguments.rounds} rounds.", ""]
     for case in CASES:
         lines += section(case, arguments.rounds)
-        print(f"{case} done", file=sys.stderr, flush=True)
+        say(f"{case} done")
     lines += groups_section(arguments.rounds)
     text = "\n".join(lines)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "many_params", text)
+    publish(arguments.write, "many_params", text)
 
 
 if __name__ == "__main__":

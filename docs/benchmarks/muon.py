@@ -18,13 +18,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.forked import forked
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from torch import nn
 
 import zero_opt
@@ -109,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", type=int, nargs=2, default=(512, 2048), help="of each matrix")
-    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    add_write(parser)
     arguments = parser.parse_args()
     lines = [f"### A Muon step, {today()}", "", f"`{command('docs/benchmarks/muon.py')}`", ""]
     table, good = report(forked(measured, WORLD_SIZE, arguments.shape, arguments.rounds))
@@ -121,9 +120,7 @@ def main() -> int:
         *table,
     ]
     text = "\n".join(lines)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "muon", text)
+    publish(arguments.write, "muon", text)
     return 0 if good else 1
 
 

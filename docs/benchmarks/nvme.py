@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 
 import zero_opt
 from zero_opt.placement.nvme.state_file import StateFile, filesystem_of
@@ -222,13 +222,11 @@ def main() -> None:
     parser.add_argument("--mi", type=int, default=32, help="with --forms: parameters, in Mi")
     parser.add_argument("--window-mb", type=float, default=64, help="of each of the three windows, in MiB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     os.makedirs(arguments.directory, exist_ok=True)
     text = measure_forms(arguments) if arguments.forms else measure(arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "nvme_forms" if arguments.forms else "nvme", text)
+    publish(arguments.write, "nvme_forms" if arguments.forms else "nvme", text)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.forked import forked
-from support.machine import command, load, machine, today, write_result
+from support.machine import add_write, command, load, machine, publish, today
 from torch import nn
 
 import zero_opt
@@ -118,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=100, help="pairs of steps")
-    parser.add_argument("--write", type=Path, help="a folder for the result")
+    add_write(parser)
     given = parser.parse_args()
     differences, bare, count, phase_us, stats_us = forked(observed, given.ranks, given.rounds)[0]
     mean, half = statistics.fmean(differences), 1.96 * statistics.stdev(differences) / math.sqrt(len(differences))
@@ -129,16 +128,14 @@ def main() -> None:
         "",
         "| | |",
         "| --- | ---: |",
-        f"| a step without, median | {1e3 * statistics.median(bare):.2f} ms |",
-        f"| with less without, mean of {len(differences)} pairs | {1e3 * mean:+.3f} ± {1e3 * half:.3f} ms |",
+        f"| a step unobserved, median | {1e3 * statistics.median(bare):.2f} ms |",
+        f"| observed less unobserved, mean of {len(differences)} pairs | {1e3 * mean:+.3f} ± {1e3 * half:.3f} ms |",
         f"| phases per step, of all threads | {count} |",
         f"| one phase | {phase_us:.2f} us of processor |",
         f"| one `stats()` | {stats_us:.1f} us of processor |",
         f"| per step: phases and one `stats()` | {(count * phase_us + stats_us) / 1e3:.3f} ms of processor |",
     ]
-    print("\n".join(lines))
-    if given.write:
-        write_result(given.write, "observing", "\n".join(lines))
+    publish(given.write, "observing", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 All systems train the same parameters (a transformer's shapes) in the same processes, in turns, so that each round of
 all of them meets the same machine; medians over rounds, of each the slowest rank. Forward and backward are next to
-nothing, with the same gradients for everybody. Without a GPU everything is on the CPU, in one rank with all cores or
+nothing, with the same gradients in every system. Without a GPU everything is on the CPU, in one rank with all cores or
 several that share them.
 
 - *backward* is all that happens in it: DeepSpeed casts gradients, takes their norm and reduces them there.
@@ -36,7 +36,8 @@ from typing import Any
 import torch
 import torch._dynamo  # every optimizer would import it, on every rank
 import torch.distributed as dist
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
+from support.systems import Trainer, deepspeed_offload_engine, trainer
 from torch import Tensor, nn
 
 import zero_opt
@@ -48,7 +49,9 @@ DEEPSPEED, TORCHAO, ALONE = "DeepSpeed ZeRO-2, offload to CPU", "torchao CPUOffl
 MOVING = "a step's bytes alone, moved"
 COMPACT = ", 8-bit moments, split masters"  # in place of fp32 ones
 LIMIT_S = 900.0
-REST_S = 0.25  # between systems: a delayed step has ended by then, and takes no core from the next system
+# Between systems, at the default size or below, and in proportion above: a delayed step has ended by then, and takes no
+# core from the next system.
+REST_S = 0.25
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -69,15 +72,6 @@ class Shapes(nn.Module):
         return torch.stack([torch.dot(param.flatten(), values.flatten()) for param, values in pairs]).sum()
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """One system, ready to train; ``step`` drops the gradients."""
-
-    forward: Callable[[], Tensor]
-    backward: Callable[[Tensor], object]
-    step: Callable[[], object]
-
-
 def ours(offload: Any, state: zero_opt.AdamState | None = None) -> Callable[[Shapes], Trainer]:
     """Over the default reduction; with fp32 state unless another form is given."""
     named: tuple[Any, dict[str, Any]] = (torch.optim.AdamW, {"fused": True})
@@ -86,15 +80,12 @@ def ours(offload: Any, state: zero_opt.AdamState | None = None) -> Callable[[Sha
 
     def build(model: Shapes) -> Trainer:
         kind, options = named
-        optimizer = zero_opt.ShardedOptimizer(
-            model.parameters(), kind, offload=offload, max_grad_norm=MAX_NORM, **options, **HYPERS
+        return trainer(
+            model,
+            zero_opt.ShardedOptimizer(
+                model.parameters(), kind, offload=offload, max_grad_norm=MAX_NORM, **options, **HYPERS
+            ),
         )
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Trainer(model, Tensor.backward, step)
 
     return build
 
@@ -121,24 +112,7 @@ def moving(model: Shapes) -> Trainer:
 
 def deepspeed_offload(model: Shapes) -> Trainer:
     """Its own engine, with its own Adam."""
-    import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    deepspeed.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend=dist.get_backend())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "gradient_clipping": MAX_NORM,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
-            "contiguous_gradients": True,
-            "overlap_comm": torch.cuda.is_available(),
-        },
-    }
-    optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPERS)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = deepspeed_offload_engine(model, model.parameters(), MAX_NORM, **HYPERS)
     return Trainer(engine, engine.backward, engine.step)
 
 
@@ -146,13 +120,7 @@ def torchao_offload(model: Shapes) -> Trainer:
     """Gradients stay in host memory with the state; it does not clip."""
     from torchao.optim import CPUOffloadOptimizer
 
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **HYPERS)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Trainer(model, Tensor.backward, step)
+    return trainer(model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **HYPERS))
 
 
 SYSTEMS: dict[str, Callable[[Shapes], Trainer]] = {
@@ -203,16 +171,17 @@ class Case:
         """ms per system of backward and step, round by round; and the peak of device memory."""
         trainers = {name: SYSTEMS[name](Shapes(self.width, self.layers, self.device)) for name in self.systems}
         times: Times = {name: {"backward": [], "step": []} for name in self.systems}
+        rest_s = REST_S * max(1.0, (self.width / 1024) ** 2 * self.layers / 4)
         for number in range(WARMUP + self.rounds):
-            for name, trainer in trainers.items():
+            for name, system in trainers.items():
                 dist.barrier()
-                loss = trainer.forward()
+                loss = system.forward()
                 marks = [self.ended()]
-                trainer.backward(loss)
+                system.backward(loss)
                 marks.append(self.ended())
-                trainer.step()
+                system.step()
                 marks.append(self.ended())
-                time.sleep(REST_S)
+                time.sleep(rest_s)
                 if number >= WARMUP:
                     times[name]["backward"].append(1e3 * (marks[1] - marks[0]))
                     times[name]["step"].append(1e3 * (marks[2] - marks[1]))
@@ -324,7 +293,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     given = parser.parse_args()
     # DeepSpeed compiles its kernel with a ninja that may be installed beside the interpreter alone.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -334,9 +303,7 @@ def main() -> None:
     for world_size in given.ranks:
         lines += section(Case((), world_size, given.width, given.layers, given.rounds, device))
     text = "\n".join(lines)
-    print(text)
-    if given.write:
-        write_result(given.write, "offload", text)
+    publish(given.write, "offload", text)
 
 
 if __name__ == "__main__":

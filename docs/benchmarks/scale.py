@@ -17,13 +17,14 @@ import argparse
 import math
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from support.forked import forked
-from support.machine import command, load, machine, today, write_result
+from support.machine import add_write, command, load, machine, publish, pyplot, today
 
 import zero_opt
 from zero_opt.comm.agreement import StepReport
@@ -32,14 +33,13 @@ from zero_opt.comm.groups import INLINE_BYTES
 from zero_opt.comm.lazy_gloo import partners
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 
-RESULTS = Path(__file__).parent / "results"
 SCRIPT = "docs/benchmarks/scale.py"
 SMALL, LARGE = 256, 1 << 20  # bytes of the messages that are measured
 RING, LISTENING, SPARE = 2, 2, 18  # descriptors of both groups besides those of partners; as measured at W = 256
 
 
 class Costs(NamedTuple):
-    """Seconds of processor, of both ends of a message together for each of its ends.
+    """Processor seconds at one end of a message: the mean of both ends.
 
     Attributes:
         message: per message. byte: per byte. report: to read one rank's report.
@@ -156,11 +156,7 @@ def table(rows: list[Row]) -> list[str]:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Seconds of processor and descriptors over the number of ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, kind in (("flat", True), ("in two stages", False)):
         of_kind = [r for r in rows if (r.layout == "flat") == kind]
@@ -200,7 +196,7 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write the result")
+    add_write(parser)
     arguments = parser.parse_args()
     costs, size = measure(arguments.rounds), zero_opt.Overlapped().bucket_mb or 25.0
     rows = [
@@ -219,11 +215,7 @@ def main() -> None:
         "",
         *verdict(rows, arguments.per_host),
     ]
-    if arguments.write:
-        lines += ["", "![many ranks](scale.png)"]
-        write_result(arguments.write, "scale", "\n".join(lines))
-        draw(rows, arguments.write / "scale.png")
-    print("\n".join(lines))
+    publish(arguments.write, "scale", "\n".join(lines), "many ranks", partial(draw, rows))
 
 
 if __name__ == "__main__":

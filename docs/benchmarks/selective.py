@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.convergence import held_out_bits, learning_rate
-from support.machine import command, machine, today, write_result
+from support.machine import add_write, command, machine, publish, pyplot, say, today
 
 # The folder of the examples is in sys.path since support.convergence was imported.
 from text_data import Corpus, load_corpus, random_batch
@@ -133,9 +133,9 @@ def train(offload: Any, seed: int, setting: Setting, corpus: Corpus) -> Outcome:
         optimizer.zero_grad()
         if (step + 1) % max(steps // POINTS, 1) == 0 and step + 1 < steps:
             with Unwatched():  # of weights that lack a step, which delay=1 refuses: a flush would change the run
-                outcome.bits[step + 1] = held_out_bits(model, corpus, every=PARTS)
+                outcome.bits[step + 1] = held_out_bits(model.loss, corpus, model.size.context, every=PARTS)
     optimizer.flush()
-    outcome.end = held_out_bits(model, corpus)
+    outcome.end = held_out_bits(model.loss, corpus, model.size.context)
     optimizer.close()
     return outcome
 
@@ -180,11 +180,7 @@ def table(name: str, results: dict[str, list[Outcome]]) -> list[str]:
 
 def draw(results: Results, path: Path) -> None:
     """Held-out bits per byte over steps, the mean of seeds; a picture per setting."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4), layout="constrained", squeeze=False)
     for axis, (name, by_policy) in zip(axes[0], results.items()):
         for policy, found in by_policy.items():
@@ -208,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--select-interval", type=int, default=4)
     parser.add_argument("--warm-up", type=float, default=0.15, help="share of the steps that are made plainly first")
     parser.add_argument("--prediction", type=float, default=1.25, help="of parameters: see WorkerOffload")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     return parser.parse_args()
 
 
@@ -225,12 +221,8 @@ def main() -> None:
                 offload = offload_of(policy, arguments, setting)
                 results[name][policy].append(train(offload, seed, setting, corpus))
                 end = results[name][policy][-1].end
-                print(f"{name}, seed {seed}, {policy}: {end:.4f}", file=sys.stderr, flush=True)
-    text = report(results, arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "selective", text + "\n\n![curves](selective.png)")
-        draw(results, arguments.write / "selective.png")
+                say(f"{name}, seed {seed}, {policy}: {end:.4f}")
+    publish(arguments.write, "selective", report(results, arguments), "curves", partial(draw, results))
 
 
 if __name__ == "__main__":

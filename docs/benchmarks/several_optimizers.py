@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.forked import forked, in_turn, timed
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from torch import nn
 
 import zero_opt
@@ -140,12 +140,10 @@ def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     text = report(arguments.rounds)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "several_optimizers", text)
+    publish(arguments.write, "several_optimizers", text)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -273,7 +272,7 @@ def in_turns(numel: int, dtype: torch.dtype, found: Mapping[str | None, Times]) 
 def contend(
     arguments: argparse.Namespace, dtype: torch.dtype, copies: dict[int, list[float]]
 ) -> tuple[dict[str | None, Times], dict[str | None, Times]]:
-    """All contenders in turns, and nobody, alone and as two ranks; and copies, by how many threads make them."""
+    """Measure all contenders, and no optimizer, in turns: alone and as two ranks; and copies, by number of threads."""
     torch.set_num_threads(1)
     numel, left_out = arguments.mi << 20, arguments.leave_out
     Products.side, Products.count = torch.zeros(1, 1), 1
@@ -379,15 +378,13 @@ def main() -> None:
     parser.add_argument("--mi", type=int, default=32, help="elements, in Mi")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--leave-out", metavar="WORD", help="contenders whose names have it")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this needs two cores: one for the worker")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = report(arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "stall", text)
+    publish(arguments.write, "stall", text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ torchrun sets OMP_NUM_THREADS=1 when it starts several ranks; ``omp=1`` below is
 turns, and of each the least time of a step counts: other load on the machine only adds to it. Ratios are taken within a
 round.
 
-Run: python docs/benchmarks/torchrun_threads.py [--numel N] [--rounds R] [--steps S]
+Run: python docs/benchmarks/torchrun_threads.py [--numel N] [--rounds R] [--steps S] [--write FOLDER]
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 
 import torch
-from support.machine import command, load, machine, spread, today
+from support.machine import add_write, command, load, machine, publish, spread, today
 
 import zero_opt
 
+SCRIPT = "docs/benchmarks/torchrun_threads.py"
 LAUNCHERS = {
     "python": ([sys.executable], {}),
     "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"], {}),
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rank", action="store_true", help="be the program that is measured")
+    add_write(parser)
     options = parser.parse_args()
     if options.rank:
         print(*(step_ms(name, options.numel, options.steps) for name in CLASSES))
@@ -79,12 +81,13 @@ def main() -> None:
         for launcher in LAUNCHERS:
             for name, value in zip(CLASSES, launched_ms(launcher, arguments), strict=True):
                 found.setdefault((name, launcher), []).append(value)
-    print(f"# CPUOffload's step under torchrun\n\n{today()}; {machine()}; {load()}.\n")
-    print(f"`{command('docs/benchmarks/torchrun_threads.py')}`\n\nOne fp32 parameter of {options.numel} elements.\n")
-    print("| class | started by | step, ms: rounds | beside python, by round |\n| --- | --- | --- | --- |")
+    lines = [f"### CPUOffload's step under torchrun, {today()}", "", f"`{command(SCRIPT)}`", ""]
+    lines += [f"{machine()}; {load()}.", "", f"One fp32 parameter of {options.numel} elements.", ""]
+    lines += ["| class | started by | step, ms: rounds | beside python, by round |", "| --- | --- | --- | --- |"]
     for (name, launcher), values in found.items():
         ratios = [a / b for a, b in zip(values, found[name, "python"], strict=True)]
-        print(f"| {name} | {launcher} | {spread(values, 2)} | {spread(ratios, 2)} |")
+        lines.append(f"| {name} | {launcher} | {spread(values, 2)} | {spread(ratios, 2)} |")
+    publish(options.write, "torchrun_threads", "\n".join(lines))
 
 
 if __name__ == "__main__":

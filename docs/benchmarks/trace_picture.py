@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.machine import command, load, machine, today
+from support.machine import command, load, machine, pyplot, today
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
@@ -128,12 +128,9 @@ def bars(events: Sequence[dict[str, Any]], took_s: Sequence[float]) -> list[Bar]
 
 def draw(found: Sequence[Bar], path: Path) -> None:
     """Draw the bars, a lane above the other."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
+    plt = pyplot()
     end = max(bar.start + bar.length for bar in found if bar.lane == LANES[0])
     figure, axis = plt.subplots(figsize=(11, 3.8), layout="constrained")
     for bar in sorted(found, key=lambda bar: -bar.length):

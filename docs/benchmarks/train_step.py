@@ -24,15 +24,15 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from support.machine import command, load, machine, say, today, write_result
+from support.machine import RESULTS, add_write, command, load, machine, publish, say, today
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, make_model
 from support.ranks import Run, execute
 from support.report import Results, draw, readme, same_loss, section
 from support.systems import DDP, SYSTEMS, missing
 
-RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).resolve().parents[2] / "README.md"
 SCRIPT = "docs/benchmarks/train_step.py"
 SAMPLED_STEPS = 3
@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=Batch.rows, help="sequences per rank")
     parser.add_argument("--tokens", type=int, default=Batch.tokens, help="tokens per sequence")
     parser.add_argument("--tolerance", type=float, default=0.01, help="relative difference between last losses")
-    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write table and chart")
+    add_write(parser)
     return parser.parse_args()
 
 
@@ -115,11 +115,8 @@ def main() -> None:
     arguments = parse()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     sections = [measure(world_size, arguments) for world_size in arguments.worlds]
-    text = report(sections, arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "train_step", f"{text}\n![times of the table](train_step.png)")
-        draw(sections, f"One training step, {today()}", arguments.write / "train_step.png")
+    drawing = partial(draw, sections, f"One training step, {today()}")
+    publish(arguments.write, "train_step", report(sections, arguments), "times of the table", drawing)
     if arguments.write == RESULTS:
         replace_in_readme(readme(sections[0]))
 

@@ -12,12 +12,11 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from support.contenders import MOVING, Contender, Contenders, Place, Times, measure, moving
-from support.machine import command, load, machine, today, write_result
+from support.machine import add_write, command, load, machine, publish, today
 from torch.nn import Parameter
 
 import zero_opt
@@ -87,7 +86,7 @@ def main() -> None:
     parser.add_argument("--mi", type=float, default=64, help="size, in 2^20 elements")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     numel = int(arguments.mi * 2**20)
     torch.set_num_threads(arguments.threads)
@@ -103,9 +102,7 @@ def main() -> None:
         make = partial(contenders, numel, arrays, ours, theirs)
         lines.append(row(name, measure(make, (8 + 4 * arrays) * numel, arguments.rounds)))
     text = "\n".join(lines)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "updates", text)
+    publish(arguments.write, "updates", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What it costs to step in a worker process, and what it hides.
+"""What a worker process costs: to start it, and to step through its redo log. What it hides is measured by stall.py.
 
     python docs/benchmarks/worker.py [--mi 64] [--rounds 7] [--write docs/benchmarks/results/]
 
@@ -7,8 +7,6 @@ Everything that is compared runs in turns in one process, so that both meet the 
 - *Starting* a worker, the memory it has of its own, and a step of nothing.
 - *The redo log*: one step of the native kernel in place; through the log, in this process and in the worker; and in
   place with every result stored twice, which is the least that a redo log can cost.
-- *delay=0*: ``step()`` beside that of CPUAdamW in this process; how long it waits, and how long it copies.
-- *delay=1*: the same, while this process multiplies matrices on one core and the worker has the other.
 """
 
 from __future__ import annotations
@@ -19,16 +17,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from support.machine import command, load, machine, spread, today, write_result
+from support.machine import add_write, command, load, machine, publish, spread, today
 from support.stored_twice import stored_twice
 from torch import Tensor
 
-import zero_opt
 from zero_opt import _native
 from zero_opt.placement.worker.process import WorkerProcess
 from zero_opt.policies import WorkerOffload
@@ -54,7 +50,7 @@ def cores() -> tuple[int, ...]:
 
 
 def private_mb(pid: int) -> float:
-    """Memory that a process shares with nobody, in MB."""
+    """Return the private memory of a process, in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
 
@@ -130,97 +126,6 @@ def redo_log(numel: int, rounds: int) -> Iterator[tuple[str, str, list[float], l
         arrays.worker.close()
 
 
-@contextmanager
-def timing_waits(times: list[float]) -> Iterator[None]:
-    """Collect how long the trainer waits for the worker, in ms."""
-    wait = WorkerProcess.wait
-
-    def timed_wait(self: WorkerProcess, sequence: int) -> None:
-        begin = time.perf_counter()
-        wait(self, sequence)
-        times.append((time.perf_counter() - begin) * 1e3)
-
-    WorkerProcess.wait = timed_wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        WorkerProcess.wait = wait  # type: ignore[method-assign]
-
-
-class Trainer:
-    """A parameter with an optimizer, and a gradient that backward accumulates."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, offload: WorkerOffload | None) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.param = torch.nn.Parameter(torch.randn(numel, generator=generator).to(dtype))
-        self.grad = torch.randn(numel, generator=generator).to(dtype)
-        if offload is None:
-            self.optimizer = zero_opt.CPUAdamW([self.param], state=zero_opt.AdamState(master="float32"))
-        else:
-            self.optimizer = zero_opt.ShardedOptimizer([self.param], torch.optim.AdamW, fused=True, offload=offload)
-
-    def backward(self) -> None:
-        """A gradient arrives."""
-        self.optimizer.zero_grad()
-        self.param.backward(self.grad)
-
-    def step(self) -> float:
-        """Milliseconds of one step."""
-        return timed(self.optimizer.step)
-
-
-def at_once(numel: int, rounds: int) -> Iterator[tuple[str, list[float], list[float], list[float]]]:
-    """(format, in process, with the worker, of it waiting) in ms."""
-    for name, dtype in DTYPES.items():
-        plain, offloaded = Trainer(numel, dtype, None), Trainer(numel, dtype, WorkerOffload())
-        waits: list[float] = []
-        times: tuple[list[float], list[float]] = ([], [])
-        with timing_waits(waits):
-            for number in range(rounds + 2):
-                for trainer, found in zip((plain, offloaded), times):
-                    trainer.backward()
-                    time.sleep(0.02)
-                    took = trainer.step()
-                    found += [took] if number > 1 else []
-        offloaded.optimizer.close()
-        yield name, times[0], times[1], waits[-rounds:]
-
-
-def multiplied(side: Tensor, least_ms: float) -> float:
-    """Milliseconds per product, of as many as take ``least_ms``."""
-    begin, count = time.perf_counter(), 0
-    while (time.perf_counter() - begin) * 1e3 < least_ms:
-        side @ side
-        count += 1
-    return (time.perf_counter() - begin) * 1e3 / count
-
-
-def a_step_later(
-    numel: int, rounds: int, in_process_ms: dict[str, float]
-) -> Iterator[tuple[str, list[float], list[float], list[float], list[float]]]:
-    """(format, step, of it waiting, product alone, product beside the worker) in ms."""
-    torch.set_num_threads(1)
-    side = torch.randn(512, 512)
-    for name, dtype in DTYPES.items():
-        trainer = Trainer(numel, dtype, WorkerOffload(delay=1))
-        waits: list[float] = []
-        steps, alone, beside = [], [], []
-        long = 2.5 * in_process_ms[name]  # at least as long as the worker takes with one thread
-        with timing_waits(waits):
-            for _ in range(rounds + 2):
-                trainer.optimizer.flush()
-                alone.append(multiplied(side, long))
-                trainer.backward()
-                trainer.step()
-                beside.append(multiplied(side, long))
-                trainer.backward()
-                waits.clear()
-                steps.append((trainer.step(), sum(waits)))
-        trainer.optimizer.close()
-        whole, waiting = [list(found) for found in zip(*steps[2:])]
-        yield name, whole, waiting, alone[2:], beside[2:]
-
-
 def report(arguments: argparse.Namespace) -> str:
     """The result as markdown."""
     numel, rounds = arguments.mi << 20, arguments.rounds
@@ -241,18 +146,6 @@ def report(arguments: argparse.Namespace) -> str:
     for name, path, times, plain in redo_log(numel, rounds):
         ratio = median(a / b for a, b in zip(times, plain))
         lines.append(f"| {name}, {path} | {spread(times, 1)} | {spread(plain, 1)} | {100 * (ratio - 1):+.1f} % |")
-    lines += ["", f"| `step()`, delay=0, {head} | in process, ms | with the worker, ms | of it waiting, ms |"]
-    lines += ["| --- | ---: | ---: | ---: |"]
-    in_process: dict[str, float] = {}
-    for name, plain, offloaded, waits in at_once(numel, rounds):
-        in_process[name] = median(plain)
-        lines.append(f"| {name} | {spread(plain, 1)} | {spread(offloaded, 1)} | {spread(waits, 1)} |")
-    lines += ["", f"| delay=1, {arguments.mi} Mi elements, 1 thread each | `step()`, ms | of it waiting, ms "]
-    lines[-1] += "| waiting / step in process | matrix products beside the worker / alone |"
-    lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    for name, whole, waits, alone, beside in a_step_later(numel, rounds, in_process):
-        share, slower = median(waits) / in_process[name], median(b / a for a, b in zip(alone, beside))
-        lines.append(f"| {name} | {spread(whole, 1)} | {spread(waits, 2)} | {100 * share:.1f} % | {slower:.2f} |")
     return "\n".join(lines)
 
 
@@ -261,14 +154,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mi", type=int, default=64, help="elements, in Mi")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="also write the result to this folder")
+    add_write(parser)
     arguments = parser.parse_args()
     if len(cores()) < 2:
         sys.exit("this needs two cores: one for the worker")
     text = report(arguments)
-    print(text)
-    if arguments.write:
-        write_result(arguments.write, "worker", text)
+    publish(arguments.write, "worker", text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,10 +10,11 @@ import pytest
 from test.accelerator import unavailable
 from test.accelerator.runner import Plan, wrong_lines
 from test.support.device_cases.cases import GROUPS
+from test.support.sampling import long_form
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-LONG = os.environ.get("ZERO_OPT_ACCELERATOR") == "long"
+LONG = long_form("ACCELERATOR")
 SEEDS = tuple(range(20 if LONG else 1))
 # How many cases share forked ranks.
 CHUNK = 8

@@ -154,7 +154,7 @@ def test_an_abort_frees_who_waits_for_the_stream() -> None:
             dist.all_reduce(x)
         return [value != value for value in values], work.is_success(), (x + 1).numel()
 
-    assert on_ranks(abort, timeout=20) == [([True] * 4, False, 4), None]
+    assert on_ranks(abort) == [([True] * 4, False, 4), None]
 
 
 def test_a_lost_peer_ends_the_communicator() -> None:
@@ -169,7 +169,7 @@ def test_a_lost_peer_ends_the_communicator() -> None:
             dist.all_reduce(x)
         return [value != value for value in values]
 
-    first, second = on_ranks(lose, expect_errors=True, timeout=20)
+    first, second = on_ranks(lose, expect_errors=True)
     assert first == [True] * 4 and second.type_name == "Died"
 
 

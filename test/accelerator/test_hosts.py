@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,8 +15,9 @@ import zero_opt
 from test.accelerator import C, assert_no_races, enable, unavailable
 from test.accelerator.runner import BACKEND, DEVICE, Plan, wrong_lines
 from test.support.harness import run_processes
+from test.support.sampling import long_form
 
-LONG = os.environ.get("ZERO_OPT_ACCELERATOR") == "long"
+LONG = long_form("ACCELERATOR")
 SEEDS, CHUNK, SECONDS = tuple(range(12 if LONG else 1)), 8, 3600 if LONG else 900  # nothing hangs
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 

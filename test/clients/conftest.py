@@ -1,4 +1,7 @@
-"""What the clients need before they are imported: no network, and none of their own process starters."""
+"""What the clients need before they are imported.
+
+No network, the CPU alone, and no threads of tokenizers, which a fork would lose.
+"""
 
 import os
 

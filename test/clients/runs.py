@@ -115,7 +115,6 @@ def _as_torchrun(rank: int, world_size: int, port: int, program: Callable[..., A
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_MAX_RESTARTS="0",
         TORCHELASTIC_USE_AGENT_STORE="True",
-        GLOO_SOCKET_IFNAME="lo",
     )
     # The clients', and torch's about them, are not ours to mend; what is said at a line of ours is.
     warnings.simplefilter("ignore")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from test.crash.mutants import Mutant
+from test.support.sampling import long_form
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
 BUILD = ROOT / "build" / "crash"
 # The long form takes minutes: make crash.
-LONG = os.environ.get("ZERO_OPT_CRASH") == "long"
+LONG = long_form("CRASH")
 PATIENCE_S = 1800  # nothing hangs
 DIVERGED, CANNOT_TRACE = 1, 4
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from test.crash.programs import LONG
-from test.support.worker_trainer import UPDATES, Trainer, gone
+from test.support.worker_beside import UPDATES, Trainer, ends
 from zero_opt import WorkerDied
 
 NUMEL = 14_000  # of each update: enough for the worker's threads to take part
@@ -104,7 +104,7 @@ class RealWorkers(RuleBasedStateMachine):
     def extend(self) -> None:
         before = self.trainer.worker._handles.child
         self.trainer.worker.extend(1 << 16)
-        assert before is None or gone(before.pid)
+        assert before is None or ends(before.pid)
         self.trainer.worker.start()
 
     @invariant()

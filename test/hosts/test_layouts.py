@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -18,9 +17,10 @@ from test.hosts.network import (
 )
 from test.hosts.training import PATIENCE_S, Layout, Trained, connect, train, trained_on_one_host
 from test.support.harness import assert_bitwise, run_processes
+from test.support.sampling import long_form
 from zero_opt.comm import process_identity
 
-LONG = os.environ.get("ZERO_OPT_HOSTS") == "long"
+LONG = long_form("HOSTS")
 SHARED_MEMORY, MESSAGES, IN_TWO_STAGES = "HostExchange", "PairwiseExchange", "HierarchicalExchange"
 
 # What each host is, and the exchange that is right between them: memory of processes that cannot be seen cannot be

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -15,9 +14,10 @@ import zero_opt
 from test.hosts.network import Network
 from test.hosts.training import PATIENCE_S, Layout, Trained, connect, host_of, train, trained_on_one_host
 from test.support.harness import Failure, assert_bitwise, run_processes
+from test.support.sampling import long_form
 from zero_opt.state import process_exit
 
-LONG = os.environ.get("ZERO_OPT_HOSTS") == "long"
+LONG = long_form("HOSTS")
 LAYOUTS: list[Layout] = [(1, 1), (2, 2), (1, 1, 1)] if LONG else [(1, 1)]
 FAULT_STEP = 3
 # Of the process group. Connections to a host that does not answer end after three fifths of it, and a rank that

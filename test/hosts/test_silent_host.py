@@ -21,6 +21,7 @@ import torch.distributed as dist
 import zero_opt
 from test.hosts.network import CONTAINER_OF_ALL_PROCESSES, Network
 from test.support.harness import run_processes
+from test.support.sampling import long_form
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import keepalive, peer_watch, short_lived
 from zero_opt.comm.groups import Group
@@ -31,6 +32,7 @@ from zero_opt.state import process_exit
 SECONDS = 300  # nothing hangs
 SILENT_S, PROBE_S = 3.0, 1.0
 AT_MOST_S = 120
+takes_minutes = pytest.mark.skipif(not long_form("HOSTS"), reason="takes minutes: ZERO_OPT_HOSTS=long")
 
 
 def _init(rank: int, world_size: int, network: Network, timeout_s: float = 2 * SECONDS) -> None:
@@ -80,7 +82,7 @@ def test_a_silent_host_is_a_lost_rank(world_size: int, when: str, two_hosts: Net
     _require_named(world_size, when, two_hosts, short=True)
 
 
-@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@takes_minutes
 @pytest.mark.parametrize("when", ["before", "while waited for"])
 def test_a_silent_host_is_a_lost_rank_within_two_minutes_by_default(when: str, two_hosts: Network) -> None:
     assert _require_named(3, when, two_hosts, short=False) < AT_MOST_S
@@ -138,7 +140,7 @@ def test_a_host_that_falls_silent_in_construction_is_named(where: str, two_hosts
     _require_named_in_construction(where, two_hosts, short=True)
 
 
-@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@takes_minutes
 @pytest.mark.parametrize("where", WHERE)
 def test_it_is_named_within_two_minutes_by_default(where: str, two_hosts: Network) -> None:
     assert _require_named_in_construction(where, two_hosts, short=False) < AT_MOST_S
@@ -212,7 +214,7 @@ def test_a_host_to_which_large_packets_do_not_get_is_cut_off(world_size: int, tw
     _require_both_named(world_size, two_hosts, short=True)
 
 
-@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@takes_minutes
 def test_a_host_to_which_large_packets_do_not_get_is_cut_off_within_two_minutes(two_hosts: Network) -> None:
     assert _require_both_named(2, two_hosts, short=False) < AT_MOST_S
 
@@ -348,7 +350,7 @@ def test_ranks_that_may_be_meant_are_named_where_none_can_tell(three_hosts: Netw
         assert state == step
 
 
-@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@takes_minutes
 def test_two_hosts_that_cannot_reach_each_other_are_named_within_two_minutes(three_hosts: Network) -> None:
     assert _require_the_two_named(three_hosts, "step", (1, 2), 2.0 * SECONDS) < AT_MOST_S
 
@@ -429,7 +431,7 @@ def test_a_host_that_falls_silent_in_a_broadcast_is_named(where: str, two_hosts:
     _require_named_in_a_broadcast(where, two_hosts, short=True)
 
 
-@pytest.mark.skipif(os.environ.get("ZERO_OPT_HOSTS") != "long", reason="takes minutes: ZERO_OPT_HOSTS=long")
+@takes_minutes
 @pytest.mark.parametrize("where", ["before it comes", "within"])
 def test_it_is_named_in_a_broadcast_within_two_minutes_by_default(where: str, two_hosts: Network) -> None:
     assert _require_named_in_a_broadcast(where, two_hosts, short=False) < AT_MOST_S

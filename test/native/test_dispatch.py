@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from test.support.sampling import long_form
 from zero_opt import _native
 
 NATIVE = Path(__file__).resolve().parents[2] / "native"
@@ -49,7 +50,7 @@ def test_the_processor_is_asked() -> None:
 
 
 ZIG = pytest.mark.skipif(
-    os.environ.get("ZERO_OPT_ZIG") != "long" or not importlib.util.find_spec("ziglang"),
+    not long_form("ZIG") or not importlib.util.find_spec("ziglang"),
     reason="builds zig's run-time library first: ZERO_OPT_ZIG=long",
 )
 

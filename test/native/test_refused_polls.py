@@ -11,7 +11,7 @@ import pytest
 
 from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
-from test.support.worker_trainer import Trainer
+from test.support.worker_beside import Trainer
 from zero_opt.placement.worker import process as worker_process
 
 

@@ -37,12 +37,10 @@ def _busy(count: int) -> Iterator[None]:
 
 def _exits(world_size: int, store: Path, *how: str) -> Iterator[tuple[int, str]]:
     """Exit code of each rank, and what it said."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     command = [sys.executable, "-m", "test.soak.exits"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(world_size), str(store), *how],
-            env=environment,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -11,10 +11,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_threads
-from test.support.scenario import BUCKET_MB, SHAPES, add, gradient, mean, values
-
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-AT_STEP = zero_opt.AtStep(BUCKET_MB)
+from test.support.scenario import OVERLAPPED, SHAPES, add_locally, gradient, mean, values
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -32,10 +29,11 @@ def two_groups(params: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 @dataclass
 class Actor:
-    """Who plays a script: one rank with its own gradients, or all of them with the mean of theirs.
+    """A player of a script: one rank with its own gradients, or a plain optimizer with the mean of all ranks'.
 
     Attributes:
-        ranks: whose gradients it sees. local_sums: gradients are summed up on each rank before the mean is taken.
+        ranks: those whose gradients the player sees.
+        local_sums: gradients are summed up on each rank before the mean is taken.
     """
 
     params: list[torch.nn.Parameter]
@@ -47,21 +45,21 @@ class Actor:
     def backward(self, number: int, only: Container[int] | None = None, everyone: bool = False) -> None:
         """Accumulate the gradients of backward ``number``, of all parameters or only of some.
 
-        ``everyone``: every rank uses every one of them.
+        ``everyone``: give every parameter a gradient on every rank.
         """
         grad_of = values if everyone else gradient
         for index in range(len(self.params)):
-            self._follow_grad(index)
+            self._forget_dropped(index)
         used, grads = [], []
         for index, param in enumerate(self.params):
             if (only is not None and index not in only) or not param.requires_grad:
                 continue
             parts = [grad_of(number, 0, rank, index, tuple(param.shape)) for rank in self.ranks]
             if self.local_sums:
-                self._add_locally(index, parts)
-                continue
-            grad = mean(parts)
-            if grad is not None:
+                grad = add_locally(self._sums, index, parts)
+                if grad is not None:
+                    param.grad = grad
+            elif (grad := mean(parts)) is not None:
                 used.append(param)
                 grads.append(grad)
         if used:
@@ -73,17 +71,10 @@ class Actor:
         self._sums.pop(index, None)
         self.params[index].grad = mean([gradient(number, 0, rank, index, shape) for rank in self.ranks])
 
-    def _follow_grad(self, index: int) -> None:
+    def _forget_dropped(self, index: int) -> None:
         grad = self.params[index].grad
         if self.local_sums and (grad is None or not grad.any()):
             self._sums.pop(index, None)
-
-    def _add_locally(self, index: int, parts: list[Tensor | None]) -> None:
-        sums = self._sums.setdefault(index, [None] * len(parts))
-        self._sums[index] = [add(total, part) for total, part in zip(sums, parts, strict=True)]
-        grad = mean(self._sums[index])
-        if grad is not None:
-            self.params[index].grad = grad
 
     def play(self, script: Script) -> tuple[list[Tensor], Any]:
         """Parameters after the script, and the optimizer's state where it is to be had."""

@@ -11,7 +11,10 @@ PACKAGE = str(Path(__file__).resolve().parents[2] / "zero_opt") + "/"
 
 
 class UnpickledByUs(AssertionError):
-    """Raised where the class is looked up, so it ends whatever does that, in a forked rank too."""
+    """The package unpickles something.
+
+    Raised where pickle looks up the class, so that the load ends, in a forked rank too.
+    """
 
 
 def package_frame(frame: FrameType | None) -> FrameType | None:

@@ -1,4 +1,4 @@
-"""Equality to the bit, of tensors and of nested state."""
+"""Equality to the bit, of tensors and of nested state; copies to compare with."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def assert_bitwise(a: object, b: object, where: str = "") -> None:
         shown = "\n  ".join(found[:8])
         more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""
         raise AssertionError(f"not bit-identical:\n  {shown}{more}")
+
+
+def copies_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return copies of a model's parameters as they are."""
+    return [param.detach().clone() for param in model.parameters()]
 
 
 def bitwise_difference(a: object, b: object, where: str = "") -> Iterator[str]:

@@ -18,39 +18,43 @@ from zero_opt import errors
 
 @dataclass(frozen=True)
 class ConstructorFault:
-    """Rank 1 passes what ``change`` makes of the arguments."""
+    """A wrong argument of rank 1, and the error that both ranks raise.
+
+    Attributes:
+        change: makes the arguments wrong, in place.
+    """
 
     error: Error
     change: Callable[[dict[str, Any]], object]
 
 
 def _set(**options: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda what: what.update(options)
+    return lambda arguments: arguments.update(options)
 
 
 def _params(make: Callable[[], Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda what: what.update(params=make())
+    return lambda arguments: arguments.update(params=make())
 
 
 def _param(index: int, make: Callable[[Tensor], Tensor], **how: Any) -> Callable[[dict[str, Any]], None]:
-    def change(what: dict[str, Any]) -> None:
-        name, param = what["params"][index]
-        what["params"][index] = (name, nn.Parameter(make(param.detach().clone()), **how))
+    def change(arguments: dict[str, Any]) -> None:
+        name, param = arguments["params"][index]
+        arguments["params"][index] = (name, nn.Parameter(make(param.detach().clone()), **how))
 
     return change
 
 
-def _swap(what: dict[str, Any]) -> None:
-    params = what["params"]
+def _swap(arguments: dict[str, Any]) -> None:
+    params = arguments["params"]
     params[0], params[2] = params[2], params[0]
 
 
-def _rename(what: dict[str, Any]) -> None:
-    what["params"][1] = ("first.offset", what["params"][1][1])
+def _rename(arguments: dict[str, Any]) -> None:
+    arguments["params"][1] = ("first.offset", arguments["params"][1][1])
 
 
-def _regroup(what: dict[str, Any]) -> None:
-    what["params"] = [{"params": what["params"][:2]}, {"params": what["params"][2:]}]
+def _regroup(arguments: dict[str, Any]) -> None:
+    arguments["params"] = [{"params": arguments["params"][:2]}, {"params": arguments["params"][2:]}]
 
 
 def _of_no_model() -> Any:
@@ -61,12 +65,12 @@ def _non_leaf() -> list[Tensor]:
     return [nn.Parameter(torch.ones(3)) * 2]
 
 
-def _mesh(what: dict[str, Any]) -> None:
-    what["process_group"] = DeviceMesh("cpu", [[[0], [1]]], _init_backend=False)
+def _mesh(arguments: dict[str, Any]) -> None:
+    arguments["process_group"] = DeviceMesh("cpu", [[[0], [1]]], _init_backend=False)
 
 
-def _another_group(what: dict[str, Any]) -> None:
-    what["process_group"] = next(
+def _another_group(arguments: dict[str, Any]) -> None:
+    arguments["process_group"] = next(
         group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD
     )
 
@@ -116,7 +120,7 @@ CONSTRUCTOR: dict[str, ConstructorFault] = {
     "requires_grad": ConstructorFault(Mismatch, _param(3, lambda p: p, requires_grad=False)),
     "values": ConstructorFault(Mismatch, _param(2, lambda p: p + 1)),
     "one bit": ConstructorFault(Mismatch, _param(3, lambda p: p * (1 + 2**-23))),
-    "number of parameters": ConstructorFault(Mismatch, lambda what: what["params"].pop()),
+    "number of parameters": ConstructorFault(Mismatch, lambda arguments: arguments["params"].pop()),
     "groups": ConstructorFault(Mismatch, _regroup),
     "hyperparameter keys": ConstructorFault(Mismatch, lambda w: w.update(params=[{"params": w["params"], "scale": 1}])),
     "lr": ConstructorFault(Mismatch, _set(lr=0.5)),

@@ -6,7 +6,7 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
-# A test that hangs fails after so long. Enough for a machine with ten times the load of a quiet one.
+# Seconds after which a test that hangs fails: enough for a machine with ten times the load of a quiet one.
 PATIENCE_S = 600.0
 
 

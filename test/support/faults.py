@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_opt
 from test.support.scenario import BUCKET_MB, values
+from test.support.tripwire import Failed, Tripwire
 from zero_opt import errors
 
 SHAPES = {"first.weight": (40, 6), "first.bias": (40,), "last.weight": (3, 40), "scale": ()}
@@ -24,7 +25,7 @@ def make_params() -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(values(1, 0, 0, i, shape).clone())) for i, (name, shape) in enumerate(SHAPES.items())]
 
 
-class Bench:
+class RankUnderTest:
     """A rank with an optimizer over a few parameters, one step after its construction."""
 
     def __init__(self, rank: int, **options: Any) -> None:
@@ -56,6 +57,9 @@ class Bench:
         return found
 
 
+Act = Callable[[RankUnderTest], object]
+
+
 @dataclass(frozen=True)
 class Fault:
     """One mistake.
@@ -67,9 +71,9 @@ class Fault:
     """
 
     error: Error
-    act: Callable[[Bench], object]
+    act: Act
     options: Callable[[], dict[str, Any]] = dict
-    mend: Callable[[Bench], object] | None = lambda bench: None
+    mend: Act | None = lambda tested: None
 
 
 Config, ConfigType, Mismatch = errors.ConfigError, errors.ConfigTypeError, errors.RankMismatch
@@ -78,122 +82,112 @@ Config, ConfigType, Mismatch = errors.ConfigError, errors.ConfigTypeError, error
 # a step
 
 
-def _frozen(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    bench.params[1].requires_grad_(bench.rank == 0)
-    bench.backward(1)
-    bench.opt.step()
+def _frozen(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    tested.params[1].requires_grad_(tested.rank == 0)
+    tested.backward(1)
+    tested.opt.step()
 
 
-def _hyper(key: str, value: Any) -> Callable[[Bench], None]:
-    def act(bench: Bench) -> None:
-        if bench.rank:
-            bench.opt.param_groups[0][key] = value
-        bench.opt.zero_grad()
-        bench.backward(1)
-        bench.opt.step()
+def _hyper(key: str, value: Any) -> Act:
+    def act(tested: RankUnderTest) -> None:
+        if tested.rank:
+            tested.opt.param_groups[0][key] = value
+        tested.opt.zero_grad()
+        tested.backward(1)
+        tested.opt.step()
 
     return act
 
 
-def _same_hypers(bench: Bench) -> None:
-    bench.opt.param_groups[0].update(lr=0.01, betas=(0.9, 0.999), weight_decay=0)
-    bench.opt.param_groups[0].pop("extra", None)
+def _same_hypers(tested: RankUnderTest) -> None:
+    tested.opt.param_groups[0].update(lr=0.01, betas=(0.9, 0.999), weight_decay=0)
+    tested.opt.param_groups[0].pop("extra", None)
 
 
-def _prepared(call: Callable[[Bench], object], other: Callable[[Bench], object]) -> Callable[[Bench], None]:
+def _prepared(call: Act, other: Act) -> Act:
     """After a backward on both, rank 1 does one thing, and rank 0 the other."""
 
-    def act(bench: Bench) -> None:
-        bench.opt.zero_grad()
-        bench.backward(1)
-        (call if bench.rank else other)(bench)
+    def act(tested: RankUnderTest) -> None:
+        tested.opt.zero_grad()
+        tested.backward(1)
+        (call if tested.rank else other)(tested)
 
     return act
 
 
-def _step(bench: Bench) -> None:
-    bench.opt.step()
+def _step(tested: RankUnderTest) -> None:
+    tested.opt.step()
 
 
-def _clip(max_norm: Any) -> Callable[[Bench], object]:
-    return lambda bench: bench.opt.clip_grad_norm_(max_norm)
+def _clip(max_norm: Any) -> Act:
+    return lambda tested: tested.opt.clip_grad_norm_(max_norm)
 
 
-def _before_step(change: Callable[[Bench], object]) -> Callable[[Bench], None]:
+def _before_step(change: Act) -> Act:
     """Rank 1 does something between backward and step()."""
-    return _prepared(lambda bench: (change(bench), bench.opt.step()), _step)
+    return _prepared(lambda tested: (change(tested), tested.opt.step()), _step)
 
 
-def _zero_grad_alone(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    bench.backward(1)
+def _zero_grad_alone(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    tested.backward(1)
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("in backward")
-
-
-def _broken_backward(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    value = bench.params[2]
-    loss = (_Boom.apply(bench.params[0]) if bench.rank else bench.params[0]).sum() + value.sum()  # type: ignore[no-untyped-call]
-    with contextlib.suppress(ArithmeticError):
+def _broken_backward(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    value = tested.params[2]
+    loss = (Tripwire.apply(tested.params[0]) if tested.rank else tested.params[0]).sum() + value.sum()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Failed):
         loss.backward()
-    bench.opt.step()
+    tested.opt.step()
 
 
-def _only_no_sync(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    with bench.opt.no_sync() if bench.rank else contextlib.nullcontext():
-        bench.backward(1)
-    bench.opt.step()
+def _only_no_sync(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    with tested.opt.no_sync() if tested.rank else contextlib.nullcontext():
+        tested.backward(1)
+    tested.opt.step()
 
 
-def _set_grad(bench: Bench) -> None:
-    bench.params[0].grad = torch.ones_like(bench.params[0])
+def _set_grad(tested: RankUnderTest) -> None:
+    tested.params[0].grad = torch.ones_like(tested.params[0])
 
 
-def _nan(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    bench.params[2].grad = None
-    weight = torch.full_like(bench.params[2], torch.nan if bench.rank else 1.0)
-    bench.params[2].backward(weight)
-    bench.opt.step()
+def _nan(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    tested.params[2].grad = None
+    weight = torch.full_like(tested.params[2], torch.nan if tested.rank else 1.0)
+    tested.params[2].backward(weight)
+    tested.opt.step()
 
 
-def _grow(bench: Bench) -> None:
-    bench.params[1].data = torch.zeros(41)
+def _grow(tested: RankUnderTest) -> None:
+    tested.params[1].data = torch.zeros(41)
 
 
-def _edit_after_clip(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    bench.backward(1)
-    bench.opt.clip_grad_norm_(1.0)
-    if bench.rank:
-        bench.params[0].grad += 1  # type: ignore[operator]
-    bench.opt.step()
+def _edit_after_clip(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    tested.backward(1)
+    tested.opt.clip_grad_norm_(1.0)
+    if tested.rank:
+        tested.params[0].grad += 1  # type: ignore[operator]
+    tested.opt.step()
 
 
-def _one_has_none(bench: Bench) -> None:
-    bench.opt.zero_grad()
-    bench.backward(1)
-    if bench.rank:
-        bench.params[0].grad = None
-    bench.opt.step()
+def _one_has_none(tested: RankUnderTest) -> None:
+    tested.opt.zero_grad()
+    tested.backward(1)
+    if tested.rank:
+        tested.params[0].grad = None
+    tested.opt.step()
 
 
-def _not_reduced(bench: Bench) -> None:
+def _not_reduced(tested: RankUnderTest) -> None:
     fresh = zero_opt.ShardedOptimizer([p for _, p in make_params()], torch.optim.Adam, reduction=ALREADY)
     try:
         for param in fresh.param_groups[0]["params"]:
-            param.grad = torch.full_like(param, bench.rank + 1.0)
+            param.grad = torch.full_like(param, tested.rank + 1.0)
         fresh.step()
     finally:
         fresh.close()
@@ -206,8 +200,8 @@ def _with(**options: Any) -> Callable[[], dict[str, Any]]:
     return lambda: options
 
 
-def _add(bench: Bench) -> None:
-    bench.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+def _add(tested: RankUnderTest) -> None:
+    tested.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 def _good_state() -> dict[str, Any]:
@@ -219,16 +213,16 @@ def _good_state() -> dict[str, Any]:
     return plain.state_dict()
 
 
-def _load(bench: Bench) -> None:
-    bench.opt.load_state_dict(_good_state())
+def _load(tested: RankUnderTest) -> None:
+    tested.opt.load_state_dict(_good_state())
 
 
-def _consolidate(bench: Bench) -> None:
-    bench.opt.consolidate_state_dict()
+def _consolidate(tested: RankUnderTest) -> None:
+    tested.opt.consolidate_state_dict()
 
 
 STEP: dict[str, Fault] = {
-    "frozen on one rank": Fault(Mismatch, _frozen, mend=lambda bench: bench.params[1].requires_grad_(True)),
+    "frozen on one rank": Fault(Mismatch, _frozen, mend=lambda tested: tested.params[1].requires_grad_(True)),
     "lr of a step": Fault(Mismatch, _hyper("lr", 0.5), mend=_same_hypers),
     "betas of a step": Fault(Mismatch, _hyper("betas", (0.5, 0.9)), mend=_same_hypers),
     "weight_decay of a step": Fault(Mismatch, _hyper("weight_decay", 0.1), mend=_same_hypers),
@@ -246,7 +240,7 @@ STEP: dict[str, Fault] = {
     "parameter of another shape": Fault(errors.UnsupportedParam, _before_step(_grow), mend=None),
     "parameter of another dtype": Fault(
         errors.UnsupportedParam,
-        _before_step(lambda bench: setattr(bench.params[1], "data", bench.params[1].data.double())),
+        _before_step(lambda tested: setattr(tested.params[1], "data", tested.params[1].data.double())),
         mend=None,
     ),
     "gradient edited after a clip": Fault(
@@ -259,13 +253,13 @@ STEP: dict[str, Fault] = {
     "step and load": Fault(Mismatch, _prepared(_load, _step)),
     "step and add_param_group": Fault(Mismatch, _prepared(_add, _step)),
     "step and flush": Fault(
-        Mismatch, _prepared(lambda bench: bench.opt.flush(), _step), _with(offload=zero_opt.WorkerOffload())
+        Mismatch, _prepared(lambda tested: tested.opt.flush(), _step), _with(offload=zero_opt.WorkerOffload())
     ),
     "clip to a negative norm": Fault(Config, _prepared(_clip(-1.0), _clip(1.0))),
     "clip to no number": Fault(ConfigType, _prepared(_clip("1"), _clip(1.0))),
     "clip to another norm": Fault(Mismatch, _prepared(_clip(2.0), _clip(1.0))),
     "closed on all ranks": Fault(
-        errors.OptimizerClosed, lambda bench: (bench.opt.close(), bench.opt.step()), mend=None
+        errors.OptimizerClosed, lambda tested: (tested.opt.close(), tested.opt.step()), mend=None
     ),
 }
 
@@ -273,41 +267,41 @@ STEP: dict[str, Fault] = {
 # state
 
 
-def _loads(change: Callable[[dict[str, Any]], object]) -> Callable[[Bench], None]:
+def _loads(change: Callable[[dict[str, Any]], object]) -> Act:
     """Rank 1 loads what ``change`` has made of the state dict."""
 
-    def act(bench: Bench) -> None:
+    def act(tested: RankUnderTest) -> None:
         state = _good_state()
-        if bench.rank:
+        if tested.rank:
             change(state)
-        bench.opt.load_state_dict(state)
+        tested.opt.load_state_dict(state)
 
     return act
 
 
-def _entry(key: str, make: Callable[[Any], Any]) -> Callable[[Bench], None]:
+def _entry(key: str, make: Callable[[Any], Any]) -> Act:
     def change(state: dict[str, Any]) -> None:
         state["state"][0][key] = make(state["state"][0][key])
 
     return _loads(change)
 
 
-def _saved_hyper(key: str, value: Any) -> Callable[[Bench], None]:
+def _saved_hyper(key: str, value: Any) -> Act:
     return _loads(lambda state: state["param_groups"][0].update({key: value}))
 
 
-def _adds(make: Callable[[Bench], Any]) -> Callable[[Bench], None]:
+def _adds(make: Callable[[RankUnderTest], Any]) -> Act:
     """Rank 1 adds another group than rank 0."""
 
-    def act(bench: Bench) -> None:
+    def act(tested: RankUnderTest) -> None:
         good = {"params": [nn.Parameter(torch.ones(5))]}
-        bench.opt.add_param_group(make(bench) if bench.rank else good)
+        tested.opt.add_param_group(make(tested) if tested.rank else good)
 
     return act
 
 
-def _consolidates(to: Any) -> Callable[[Bench], None]:
-    return lambda bench: bench.opt.consolidate_state_dict(to if bench.rank else 0)
+def _consolidates(to: Any) -> Act:
+    return lambda tested: tested.opt.consolidate_state_dict(to if tested.rank else 0)
 
 
 def _lost_group(state: dict[str, Any]) -> None:
@@ -317,7 +311,7 @@ def _lost_group(state: dict[str, Any]) -> None:
 Bad = errors.StateDictError
 
 STATE: dict[str, Fault] = {
-    "load no dict": Fault(Bad, lambda bench: bench.opt.load_state_dict(["state"] if bench.rank else _good_state())),
+    "load no dict": Fault(Bad, lambda tested: tested.opt.load_state_dict(["state"] if tested.rank else _good_state())),
     "load without state": Fault(Bad, _loads(lambda state: state.pop("state"))),
     "load without param_groups": Fault(Bad, _loads(lambda state: state.pop("param_groups"))),
     "load state that is a list": Fault(Bad, _loads(lambda state: state.update(state=[1]))),
@@ -346,16 +340,16 @@ STATE: dict[str, Fault] = {
     "consolidate to no rank": Fault(Config, _consolidates(5)),
     "consolidate to a string": Fault(ConfigType, _consolidates("0")),
     "consolidate to different ranks": Fault(Mismatch, _consolidates(1)),
-    "add no dict": Fault(ConfigType, _adds(lambda bench: [torch.ones(3)])),
-    "add without params": Fault(Config, _adds(lambda bench: {"lr": 1})),
-    "add a set": Fault(ConfigType, _adds(lambda bench: {"params": {nn.Parameter(torch.ones(5))}})),
-    "add a known parameter": Fault(Config, _adds(lambda bench: {"params": [bench.params[0]]})),
+    "add no dict": Fault(ConfigType, _adds(lambda tested: [torch.ones(3)])),
+    "add without params": Fault(Config, _adds(lambda tested: {"lr": 1})),
+    "add a set": Fault(ConfigType, _adds(lambda tested: {"params": {nn.Parameter(torch.ones(5))}})),
+    "add a known parameter": Fault(Config, _adds(lambda tested: {"params": [tested.params[0]]})),
     "add an overlapping parameter": Fault(
-        errors.UnsupportedParam, _adds(lambda bench: {"params": [nn.Parameter(torch.ones(1).expand(5))]})
+        errors.UnsupportedParam, _adds(lambda tested: {"params": [nn.Parameter(torch.ones(1).expand(5))]})
     ),
-    "add another shape": Fault(Mismatch, _adds(lambda bench: {"params": [nn.Parameter(torch.ones(6))]})),
-    "add other values": Fault(Mismatch, _adds(lambda bench: {"params": [nn.Parameter(torch.zeros(5))]})),
-    "add another lr": Fault(Mismatch, _adds(lambda bench: {"params": [nn.Parameter(torch.ones(5))], "lr": 0.5})),
+    "add another shape": Fault(Mismatch, _adds(lambda tested: {"params": [nn.Parameter(torch.ones(6))]})),
+    "add other values": Fault(Mismatch, _adds(lambda tested: {"params": [nn.Parameter(torch.zeros(5))]})),
+    "add another lr": Fault(Mismatch, _adds(lambda tested: {"params": [nn.Parameter(torch.ones(5))], "lr": 0.5})),
     "add capturable": Fault(
         errors.UnsupportedOptimizer, _adds(lambda b: {"params": [nn.Parameter(torch.ones(5))], "capturable": True})
     ),

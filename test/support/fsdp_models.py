@@ -54,11 +54,11 @@ class Net(nn.Module):
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """1-D, or 2-D: replicas by shards."""
+    """Make a mesh of shards, or of replicas by shards."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
-def sharded(
+def sharded_net(
     mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32, *, ragged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Net:
     """A new model, the same on every rank."""
@@ -86,7 +86,7 @@ def backward(net: Net, step: int, rank: int, *, size: Tensor | float = 1.0) -> N
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """As a scheduler does."""
+    """Set a step's learning rate, as a scheduler does."""
     for group in optimizer.param_groups:
         group["lr"] = LRS[step % len(LRS)]
 
@@ -108,7 +108,7 @@ def local_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def ours(net: Net, cls: Any = torch.optim.AdamW, **options: Any) -> zero_opt.ShardedOptimizer:
+def sharded_optimizer(net: Net, cls: Any = torch.optim.AdamW, **options: Any) -> zero_opt.ShardedOptimizer:
     """A sharded optimizer over both groups."""
     options = {"lr": 0.02, **({"fused": True} if cls is torch.optim.AdamW else {}), **options}
     return zero_opt.ShardedOptimizer(groups_of(net), cls, **options)

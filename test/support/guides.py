@@ -1,4 +1,4 @@
-"""What the guides have of code, and how a program is started."""
+"""The code of the guides, and a program under torchrun."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def snippets(guide: str) -> list[str]:
     ]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what links to a page can name: its headings, as they are spelt in addresses."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float) -> None:
     """Run a program in a folder, as torchrun starts it on one host.
 
@@ -31,7 +37,7 @@ def run_under_torchrun(program: str, folder: Path, ranks: int, timeout_s: float)
     ended = subprocess.run(
         [sys.executable, *launcher, str(file)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(DOCS.parent), "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "PYTHONPATH": str(DOCS.parent)},
         timeout=timeout_s,
         capture_output=True,
         text=True,

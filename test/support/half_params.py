@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.scenario import BUCKET_MB, values
+from test.support.scenario import OVERLAPPED, values
 
 SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (1000,))
 STEPS = 5
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +33,7 @@ def gradient(params: list[nn.Parameter], step: int, rank: int, at: int) -> Tenso
 
 
 def edit(params: list[nn.Parameter], step: int) -> None:
-    """After one step the user writes to a part of one parameter."""
+    """Write to a part of the first parameter after step 2, as a user may."""
     if step == 2:
         with torch.no_grad():
             params[0].view(-1)[3:200].mul_(0.5)

@@ -1,4 +1,4 @@
-"""Programs that look at late parameters as they are, which the library refuses."""
+"""A decorator for functions that read late parameters as they are, which the library refuses."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def files(folder: Path) -> list[str]:
 
 
 def left(folder: Path) -> list[str]:
-    """All of it, once it has had a moment to go."""
+    """Wait for everything to go; return what is left."""
     end = time.monotonic() + _PATIENCE_S
     while True:
         found = [

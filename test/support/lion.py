@@ -1,4 +1,4 @@
-"""A class of optimizers that nobody registered."""
+"""A class of optimizers that is not registered as elementwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """An elementwise class that nobody registered, so it is given whole parameters; keeps a number in its group."""
+    """An elementwise class that is not registered, so it is given whole parameters; keeps a number in its group."""
 
     def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "decay": 1.0})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zero_opt
-from test.support.worker_training import OVERLAPPED
+from test.support.scenario import OVERLAPPED
 from zero_opt.placement.nvme import extents
 
 WINDOW_MB = 8192 / 2**20  # a block or two per array: parameters are cut by windows
@@ -34,7 +34,7 @@ def placement_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
 
 
 def step_copies_of_params(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have parameters stepped as those on an accelerator are, but that copies stay on the host."""
+    """Step copies of the parameters, as on an accelerator, with the copies in host memory."""
     made = extents.FileShard.__init__
 
     def apart(self: Any, bucket: Any, kept: Any) -> None:
@@ -45,7 +45,7 @@ def step_copies_of_params(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Faults:
-    """Lets the n-th transfer of a kind fail, once; a failing write has written garbage to half of its place."""
+    """Transfers of which the n-th of a kind fails, once; a failing write has written garbage to half of its place."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._calls = {"preadv": os.preadv, "pwritev": os.pwritev}

@@ -30,7 +30,7 @@ def _yields(frame: FrameType) -> bool:
 
 
 class Tracer:
-    """Counts how often each place is come to, and raises an exception at one of them.
+    """A trace function that counts how often each place is come to, and raises an exception at one of them.
 
     Args:
         inside: whether a frame, or one that has called it, is of the call that is looked at.

@@ -1,4 +1,4 @@
-"""Ranks as forked processes, joined by gloo on the loopback interface."""
+"""Ranks as forked processes, joined by gloo."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _child_main(rank: int, options: _Options, call: Callable[[int], Any], ours: 
         ours.close()
         with open(options.folder / f"stack_{rank}", "w") as stack_file:
             faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-            # Should the parent be killed, nobody ends us: do it ourselves, even from inside a C++ wait.
+            # Should the parent be killed, this ends the rank, even from inside a C++ wait.
             faulthandler.dump_traceback_later(options.timeout + 30, exit=True, file=stack_file)
             answer, code = _run_rank(rank, options, call)
             theirs.send_bytes(answer)
@@ -140,7 +140,6 @@ def _init_rank(rank: int, options: _Options) -> None:
     torch.set_num_threads(1)
     if options.backend is None:
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = FileStore(str(options.folder / "store"), options.world_size)
     dist.init_process_group(
         options.backend,

@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 
-# ``make test-long``; the long forms of some folders have switches of their own.
-EVERY_CASE = "long" in (os.environ.get(f"ZERO_OPT_{what}") for what in ("TESTS", "CRASH", "ACCELERATOR", "HOSTS"))
+
+def long_form(of: str) -> bool:
+    """Return whether ``ZERO_OPT_{of}`` asks for a long form: of all tests ("TESTS"), or of a folder's."""
+    return os.environ.get(f"ZERO_OPT_{of}") == "long"
+
+
+EVERY_CASE = any(map(long_form, ("TESTS", "CRASH", "ACCELERATOR", "HOSTS")))
 # Folders whose tests start ranks: each case takes seconds.
 OF_RANKS = ("distributed", "whole", "accelerator", "crash", "hosts")
 

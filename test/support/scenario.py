@@ -22,6 +22,7 @@ STEPS = 20
 # Small buckets, so that there are many; shapes that are cut inside, that fit a rank, and that are odd.
 SHAPES = ((130, 7), (65,), (), (0, 3), (300,), (64,), (3, 5, 7, 2), (1000,), (1,))
 BUCKET_MB = 2048 / 2**20
+OVERLAPPED, AT_STEP = zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)
 
 NEVER_USED = 5
 
@@ -92,7 +93,7 @@ def gradient(step: int, turn: int, rank: int, index: int, shape: tuple[int, ...]
 
 @lru_cache(maxsize=200_000)
 def values(step: int, turn: int, rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
-    """A rank's gradient of one parameter where it is used."""
+    """Normal values that depend on the arguments alone: a rank's gradient of a parameter, or its first values."""
     seed = ((step * 7 + turn) * 13 + rank) * 103 + index
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -133,6 +134,12 @@ def add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     if total is None or more is None:
         return more if total is None else total
     return total + more
+
+
+def add_locally(sums: dict[int, list[Tensor | None]], index: int, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Add each rank's gradient of a parameter to that rank's sum, as AtStep does, and return the mean of the sums."""
+    sums[index] = [add(*pair) for pair in zip(sums.get(index, [None] * len(parts)), parts, strict=True)]
+    return mean(sums[index])
 
 
 GradOf = Callable[[int, int, int, int], Tensor | None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +31,13 @@ def make_stepped(steps: int = 1, **options: Any) -> tuple[list[nn.Parameter], ze
     for _ in range(steps):
         take_step(params, optimizer)
     return params, optimizer
+
+
+def lost_in(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the class and the message of the PeerLost that a call ends with."""
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        call()
+    return type(caught.value).__name__, str(caught.value)
 
 
 def service_of(optimizer: Any) -> Any:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise
 from test.support.late_params import as_they_are
-from test.support.scenario import BUCKET_MB, mean, values
+from test.support.scenario import OVERLAPPED, mean, values
 from zero_opt.placement.worker import process
 
 SHAPES = ((130, 7), (65,), (1000,), ())
 NOW, LATER = zero_opt.WorkerOffload(), zero_opt.WorkerOffload(delay=1)
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE = {torch.optim.Adam: zero_opt.CPUAdam, torch.optim.AdamW: zero_opt.CPUAdamW}
 LRS = (0.03, 0.01, 0.002)
@@ -29,7 +28,7 @@ LRS = (0.03, 0.01, 0.002)
 
 @contextmanager
 def stillborn_workers(folder: Path) -> Iterator[None]:
-    """Every worker that is started kills itself before it does anything."""
+    """Within the context, every worker that starts kills itself at once."""
     program = folder / "stillborn.py"
     program.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.MonkeyPatch.context() as patch:

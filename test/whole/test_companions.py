@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import OVERLAPPED
 
 STEPS, WIDTH = 4, 16
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 
 
 def _data(step: int, rank: int, rows: int = 6) -> Tensor:

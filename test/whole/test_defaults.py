@@ -11,9 +11,8 @@ import torch
 import zero_opt
 from test.support.actors import make_params, two_groups
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB, SHAPES, values
+from test.support.scenario import BUCKET_MB, OVERLAPPED, SHAPES, values
 
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 SELECTIVE = zero_opt.Selective(0.5, update_interval=2)
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 ADAM = (zero_opt.CPUAdamW, {"lr": 0.01})

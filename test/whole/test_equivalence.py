@@ -14,9 +14,9 @@ from torch import Tensor
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.lion import Lion
-from test.support.scenario import BUCKET_MB, SHAPES, Case, case, expected, train
+from test.support.scenario import AT_STEP, BUCKET_MB, OVERLAPPED, SHAPES, Case, case, expected, train
 
-OVERLAPPED, AT_STEP, ALREADY = zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB), zero_opt.AlreadyReduced()
+ALREADY = zero_opt.AlreadyReduced()
 REDUCTIONS = (OVERLAPPED, AT_STEP, ALREADY)
 WORLD_SIZES = (1, 2, 3, 4)
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import zero_opt
-from test.support.guides import DOCS, snippets
+from test.support.guides import DOCS, anchors, snippets
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.__main__ import main
 
@@ -301,19 +301,13 @@ def test_shards_within_a_host(tmp_path: Path) -> None:
 # all pages
 
 
-def _anchors(page: Path) -> set[str]:
-    """What links can go to: headings, as they are spelt in addresses."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        assert not anchor or anchor in _anchors(target), link
+        assert not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -33,7 +33,6 @@ def _train(rank: int, world_size: int, listening: int) -> tuple[list[float], boo
 
     A rank has inherited three more for each that was forked before it, which the parent watches: those do not count.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     inherited = len(os.listdir("/proc/self/fd")) - _AT_START
     limit = max(inherited, 0) + _DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

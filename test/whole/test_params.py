@@ -12,17 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_opt
-from test.support.actors import (
-    AT_STEP,
-    OVERLAPPED,
-    Actor,
-    assert_same_as_plain,
-    make_params,
-    plain_actor,
-    rank_actor,
-)
+from test.support.actors import Actor, assert_same_as_plain, make_params, plain_actor, rank_actor
 from test.support.harness import assert_bitwise, run_processes, run_threads
-from test.support.scenario import values
+from test.support.scenario import AT_STEP, OVERLAPPED, values
 
 ALREADY = zero_opt.AlreadyReduced()
 ALL = pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP, ALREADY], ids=lambda policy: type(policy).__name__)

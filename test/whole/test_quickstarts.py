@@ -37,7 +37,7 @@ def _start(rank: int, world_size: int, folder: str, port: int) -> None:
     if world_size > 1:
         named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in named.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
 
 
 def _program(rank: int, world_size: int, program: str, folder: str, port: int) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import zero_opt
-from test.support.machine import ALONE, CLASSES, REDUCTIONS, How, Operation, check_script
+from test.support.script_player import ALONE, CLASSES, REDUCTIONS, How, Operation, check_script
 
 SCRIPTS = int(os.environ.get("ZERO_OPT_SOAK", "450"))
 LONG_IN = 30

@@ -14,13 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import AT_STEP, OVERLAPPED
 from test.support.torch_variants import INFOS, SCHEDULES, Make, Variant, plain, scheduled, variants
 from zero_opt.reduction.grad_norm import clip_factor
 
 STEPS = 4
 SHARDED = [name for name in INFOS if name != "LBFGS"]
-OVERLAPPED, AT_STEP = zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB)
 ALREADY = zero_opt.AlreadyReduced()
 NATIVE = {"Adam": zero_opt.CPUAdam, "AdamW": zero_opt.CPUAdamW}
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED
-from test.support.harness import assert_bitwise, run_processes
+from test.support.harness import assert_bitwise, copies_of, run_processes
+from test.support.scenario import AT_STEP, OVERLAPPED
 from zero_opt.sharding.late_params import Unwatched
 
 OFFLOADS = {"device": None, "host": zero_opt.CPUOffload(), "worker": zero_opt.WorkerOffload()}
@@ -43,10 +43,6 @@ def _after_a_step(rank: int, offload: Any) -> tuple[nn.Sequential, zero_opt.Shar
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
-
-
-def _values(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------
@@ -91,8 +87,8 @@ def _assigning(rank: int, world_size: int, reduction: Any, offload: Any) -> list
         theirs.step()
         theirs.zero_grad()
     assert ours[0].weight.data_ptr() == where
-    assert_bitwise(_values(ours), _values(plain), "parameters")
-    return _values(ours)
+    assert_bitwise(copies_of(ours), copies_of(plain), "parameters")
+    return copies_of(ours)
 
 
 @pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload()], ids=["device", "host"])
@@ -137,12 +133,12 @@ def test_at_world_size_1_it_is_saved_and_loaded_as_in_torch() -> None:
 
 def _without_lr(rank: int, world_size: int, offload: Any) -> None:
     model, optimizer = _after_a_step(rank, offload)
-    before = _values(model)
+    before = copies_of(model)
     del optimizer.param_groups[0]["lr"]
     _backward(model, 1, rank)
     with pytest.raises(zero_opt.ConfigError, match=r"param group 0 has lost its 'lr'; put it back"):
         optimizer.step()
-    assert_bitwise(_values(model), before, "parameters")
+    assert_bitwise(copies_of(model), before, "parameters")
 
 
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
@@ -152,7 +148,7 @@ def test_a_hyperparameter_that_is_deleted_is_missed(offload: Any) -> None:
 
 def _spoilt_state(rank: int, world_size: int, offload: Any, spoil: str) -> str:
     model, optimizer = _after_a_step(rank, offload)
-    before = _values(model)
+    before = copies_of(model)
     for param in model.parameters():
         if spoil == "without a moment":
             optimizer.state[param].pop("exp_avg_sq")
@@ -163,7 +159,7 @@ def _spoilt_state(rank: int, world_size: int, offload: Any, spoil: str) -> str:
     _backward(model, 1, rank)
     with pytest.raises(zero_opt.ZeroOptError) as caught:
         optimizer.step()
-    assert_bitwise(_values(model), before, "parameters")
+    assert_bitwise(copies_of(model), before, "parameters")
     return str(caught.value)
 
 
@@ -214,12 +210,12 @@ def _dropped_by_a_hook(rank: int, world_size: int, offload: Any) -> None:
 
     model[0].weight.register_post_accumulate_grad_hook(drop)
     optimizer = _made(model, weight_decay=0.5, offload=offload)
-    before = _values(model)
+    before = copies_of(model)
     for step in range(2):
         _backward(model, step, rank)
         optimizer.step()
         optimizer.zero_grad()
-    assert_bitwise(_values(model)[:1], before[:1], "a parameter without a gradient")
+    assert_bitwise(copies_of(model)[:1], before[:1], "a parameter without a gradient")
     assert not torch.equal(model[2].weight, before[2])
     assert not optimizer.state.get(model[0].weight)
 
@@ -241,13 +237,13 @@ def _ddp_backward_fails(rank: int, world_size: int) -> None:
     _backward(wrapped, 0, rank)
     optimizer.step()
     optimizer.zero_grad()
-    before = _values(model)
+    before = copies_of(model)
     handle = model[0].weight.register_hook(_fails)
     with pytest.raises(ValueError, match="in a hook"):
         _backward(wrapped, 1, rank)
     with pytest.raises(zero_opt.StepDesync, match="a backward ended in an exception"):
         optimizer.step()
-    assert_bitwise(_values(model), before, "parameters")
+    assert_bitwise(copies_of(model), before, "parameters")
     handle.remove()
     optimizer.zero_grad()
 
@@ -409,7 +405,7 @@ def _in_inference_mode(
     assert not any(isinstance(v, Tensor) and v.is_inference() for s in optimizer.state.values() for v in s.values())
     with mode("close"):
         optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 _AT_STEP: dict[str, Any] = {"reduction": zero_opt.AtStep()}
@@ -471,7 +467,7 @@ def _edited_gradients(rank: int, world_size: int, backward: bool, edit: bool) ->
     """Edit gradients between clip and step, having made them in inference mode or not."""
     model = _net()
     optimizer = _made(model, reduction=zero_opt.AtStep())
-    before = _values(model)
+    before = copies_of(model)
     loss = model(_inputs(0, rank)).square().mean()
     with torch.inference_mode(backward):
         loss.backward()
@@ -482,7 +478,7 @@ def _edited_gradients(rank: int, world_size: int, backward: bool, edit: bool) ->
             param.grad.mul_(2.0)
     with pytest.raises(zero_opt.GradientConflict, match="edited after opt"):
         optimizer.step()
-    assert_bitwise(_values(model), before)
+    assert_bitwise(copies_of(model), before)
     optimizer.close()
 
 

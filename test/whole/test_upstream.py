@@ -8,15 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from test.support.guides import DOCS, run_under_torchrun, snippets
+from test.support.guides import DOCS, anchors, run_under_torchrun, snippets
 
 FOLDER = DOCS / "upstream"
 PAGES = [path for path in FOLDER.iterdir() if path.name != "README.md"]
-
-
-def _anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -26,7 +21,7 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
     assert targets and len(targets) == text.count("REPOSITORY")
     for path, anchor in targets:
         assert (DOCS.parent / path).exists(), path
-        assert not anchor or anchor in _anchors(DOCS.parent / path), anchor
+        assert not anchor or anchor in anchors(DOCS.parent / path), anchor
 
 
 def test_every_page_is_listed_with_its_test() -> None:

@@ -71,12 +71,13 @@ class Room:
         return param
 
     def move_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer make its state, and have that here."""
+        """Let an optimizer make its state, and have that here: whole entries, as compact state cannot be split."""
         optimizer.step()
         for state in optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1:
-                    state[key] = self.take(value.numel(), value.dtype).view(value.shape)
+                if isinstance(value, Tensor):
+                    numel = value.numel()
+                    state[key] = self.take(numel, value.dtype).view(value.shape) if numel > 1 else value.clone()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.machine import command, machine, today, write_result
+from support.machine import add_write, command, machine, publish, say, today
+from torch import Tensor
 
 import zero_opt
 
@@ -25,7 +26,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from text_data import Corpus, load_corpus, random_batch, scoring_windows
 from text_model import GPT, ModelSize, parameter_groups
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 LR, ROWS = 5e-3, 16  # at the peak; windows per rank and step
 
 
@@ -43,13 +43,17 @@ def learning_rate(peak: float, step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_bits(model: GPT, corpus: Corpus, every: int = 1) -> float:
-    """Bits per byte over the held-out text, or over one of so many parts of it."""
+def held_out_bits(loss: Callable[..., Tensor], corpus: Corpus, context: int, batch: int = 64, every: int = 1) -> float:
+    """Return bits per byte over the held-out text, or over one of so many parts of it.
+
+    Args:
+        loss: called as ``loss(tokens, targets, reduction="sum")`` with ``batch`` windows of ``context`` bytes.
+    """
     nats = scored = 0.0
-    for number, (tokens, targets) in enumerate(scoring_windows(corpus.held_out, model.size.context, batch=64)):
+    for number, (tokens, targets) in enumerate(scoring_windows(corpus.held_out, context, batch)):
         if number % every:
             continue
-        nats += model.loss(tokens, targets, reduction="sum").item()
+        nats += loss(tokens, targets, reduction="sum").item()
         scored += float((targets >= 0).sum())
     return nats / scored / math.log(2)
 
@@ -70,7 +74,7 @@ def train_rank(seed: int, steps: int, cls: Any, **options: Any) -> float:
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
-    bits = held_out_bits(model, corpus) if rank == 0 else math.nan
+    bits = held_out_bits(model.loss, corpus, model.size.context) if rank == 0 else math.nan
     dist.barrier()
     optimizer.close()
     return bits
@@ -99,17 +103,15 @@ class Study:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--steps", type=int, default=150)
         parser.add_argument("--seeds", type=int, default=3)
-        parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="write the result")
+        add_write(parser)
         arguments = parser.parse_args()
         results: dict[str, list[Trained]] = {name: [] for name in self.kinds}
         for seed in range(arguments.seeds):
             for name, kind in self.kinds.items():
                 results[name].append(self.train(kind, seed, arguments.steps))
-                print(f"seed {seed}, {name}: {results[name][-1]}", file=sys.stderr, flush=True)
+                say(f"seed {seed}, {name}: {results[name][-1]}")
         text = self._report(results, arguments.steps)
-        print(text)
-        if arguments.write:
-            write_result(arguments.write, self.name, text)
+        publish(arguments.write, self.name, text)
 
     def _report(self, results: Mapping[str, Sequence[Trained]], steps: int) -> str:
         """The result as markdown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # before the stand
 from test.support.harness import run_processes
 
 _LIMIT_S = 3600.0
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 Name, Contender = TypeVar("Name"), TypeVar("Contender")
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
-from support.convergence import learning_rate
+from support.convergence import held_out_bits, learning_rate
 from support.gpu_systems import HYPERS, MASTERS, Loss, Masters, parameter_groups, size_for
+from support.machine import say
+from torch import Tensor
 
 import zero_opt
 
 # The folder of the examples is in sys.path since support.gpu_systems was imported.
-from text_data import Corpus, load_corpus, random_batch, scoring_windows  # isort: skip
+from text_data import Corpus, load_corpus, random_batch  # isort: skip
 
 MAX_NORM = 1.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,32 +74,25 @@ class Curve:
     held_out: float = math.nan
 
 
-@torch.no_grad()
-def held_out_bits(model: Loss, corpus: Corpus, course: Course) -> float:
-    """Return bits per byte over the held-out text."""
-    nats = scored = 0.0
-    for tokens, targets in scoring_windows(corpus.held_out, course.context, course.batch):
-        tokens, targets = tokens.to(course.device), targets.to(course.device)
-        nats += model(tokens, targets, "sum").item()
-        scored += float((targets >= 0).sum())
-    return nats / scored / math.log(2)
-
-
 def train(build: Callable[[Loss], Any], dtype: torch.dtype, course: Course, corpus: Corpus) -> Curve:
     """Train the same model on the same batches."""
     model = Loss(size_for(course.params, course.context), dtype).to(course.device)
     optimizer, curve, losses = build(model), Curve(), []
+
+    def on_device(tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return model(tokens.to(course.device), targets.to(course.device), reduction)
+
     for step in range(course.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(HYPERS["lr"], step, course.steps)
         tokens, targets = random_batch(corpus.train, course.batch, course.context, step)
-        loss = model(tokens.to(course.device), targets.to(course.device))
+        loss = on_device(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     curve.training = (torch.stack(losses) / math.log(2)).tolist()
-    curve.held_out = held_out_bits(model, corpus, course)
+    curve.held_out = held_out_bits(on_device, corpus, course.context, course.batch)
     if isinstance(optimizer, zero_opt.ShardedOptimizer):
         optimizer.close()
     return curve
@@ -132,5 +126,5 @@ def convergence(course: Course, dtypes: list[str]) -> Iterator[str]:
         curves: dict[str, Curve] = {}
         for name, build in CONTENDERS.items():
             curves[name] = train(build, DTYPES[dtype], course, corpus)
-            print(f"{dtype}, {name}: {curves[name].held_out:.4f}", file=sys.stderr, flush=True)
+            say(f"{dtype}, {name}: {curves[name].held_out:.4f}")
         yield from table(dtype, curves, course.steps)

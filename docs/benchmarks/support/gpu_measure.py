@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.gpu_systems import SYSTEMS, VOCABULARY, Loss, Trainer, size_for
+from support.gpu_systems import SYSTEMS, VOCABULARY, Loss, size_for
+from support.systems import Trainer
 from torch import Tensor
 
 # Never reached, so nothing is clipped; but every system has to know the norm.
@@ -86,7 +87,7 @@ def trained(trainer: Trainer, batches: Sequence[tuple[Tensor, Tensor]], size: Si
         synchronize(size.device)
         begin = time.perf_counter()
         for step in range(count):
-            trainer.backward(trainer.loss(*batches[step % len(batches)]))
+            trainer.backward(trainer.forward(*batches[step % len(batches)]))
             after_backward, called = clock.mark(), time.perf_counter()
             trainer.step()
             stepping += time.perf_counter() - called
@@ -139,7 +140,7 @@ def measured(name: str, size: Size) -> dict[str, Any]:
     trainer = SYSTEMS[name].build(model, MAX_NORM)
     times = trained(trainer, batches, size)
     allocated, reserved = peaks(size.device)
-    trainer.close()
+    trainer.settle()
     return {
         "params": sum(param.numel() for param in model.parameters()),
         "bare": bare.iteration,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.systems import Trainer, deepspeed_offload_engine, trainer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,16 +44,6 @@ def size_for(params: float, context: int) -> ModelSize:
     layers = max(1, round((params / 12 / ASPECT**2) ** (1 / 3)))
     heads = max(1, round((params / 12 / layers) ** 0.5 / HEAD_WIDTH))
     return ModelSize(heads * HEAD_WIDTH, layers, heads, context)
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """One system, ready to train; ``step`` drops the gradients, ``close`` ends what the system started."""
-
-    loss: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor], object]
-    step: Callable[[], object]
-    close: Callable[[], object] = lambda: None
 
 
 class Masters:
@@ -89,14 +80,6 @@ class Masters:
             param.grad = None
 
 
-def _stepping(model: Loss, optimizer: Any, close: Callable[[], object] = lambda: None) -> Trainer:
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Trainer(model, Tensor.backward, step, close)
-
-
 def ours(offload: Any, *, late: bool = False) -> Callable[[Loss, float], Trainer]:
     """ShardedOptimizer with an offload, and parameters that arrive late if asked for."""
 
@@ -112,11 +95,7 @@ def ours(offload: Any, *, late: bool = False) -> Callable[[Loss, float], Trainer
             **HYPERS,
         )
 
-        def close() -> None:
-            optimizer.flush()
-            optimizer.close()
-
-        return _stepping(model, optimizer, close)
+        return trainer(model, optimizer)
 
     return build
 
@@ -128,7 +107,7 @@ def autograd_alone(model: Loss, _: float) -> Trainer:
 
 def torch_masters(model: Loss, max_norm: float) -> Trainer:
     """torch's fused AdamW with fp32 masters by hand."""
-    return _stepping(model, Masters(parameter_groups(model), max_norm, **HYPERS))
+    return trainer(model, Masters(parameter_groups(model), max_norm, **HYPERS))
 
 
 def torch_narrow(model: Loss, max_norm: float) -> Trainer:
@@ -145,26 +124,7 @@ def torch_narrow(model: Loss, max_norm: float) -> Trainer:
 
 def deepspeed_offload(model: Loss, max_norm: float) -> Trainer:
     """ZeRO-2 with its own engine and its own Adam in host memory."""
-    import deepspeed
-    import torch.distributed as dist
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    on_gpu = torch.cuda.is_available()
-    deepspeed.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend=dist.get_backend())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "gradient_clipping": max_norm,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
-            "contiguous_gradients": True,
-            "overlap_comm": on_gpu,
-        },
-    }
-    optimizer = DeepSpeedCPUAdam(parameter_groups(model), adamw_mode=True, **HYPERS)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = deepspeed_offload_engine(model, parameter_groups(model), max_norm, **HYPERS)
     return Trainer(engine, engine.backward, engine.step)
 
 
@@ -173,7 +133,7 @@ def torchao_offload(model: Loss, _: float) -> Trainer:
     from torchao.optim import CPUOffloadOptimizer
 
     optimizer = CPUOffloadOptimizer(parameter_groups(model), torch.optim.AdamW, fused=True, **HYPERS)
-    return _stepping(model, optimizer)
+    return trainer(model, optimizer)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -9,10 +10,13 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def machine() -> str:
@@ -54,6 +58,40 @@ def say(text: str) -> None:
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median, least and most."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+def add_write(parser: argparse.ArgumentParser) -> None:
+    """Let the command line say ``--write [FOLDER]``."""
+    parser.add_argument(
+        "--write", type=Path, nargs="?", const=RESULTS, metavar="FOLDER", help="also write the result to this folder"
+    )
+
+
+def publish(
+    folder: Path | None, name: str, text: str, picture: str = "", draw: Callable[[Path], None] | None = None
+) -> None:
+    """Print a result; if there is a folder, write it there, and draw the picture that belongs to it.
+
+    Args:
+        picture: what ``draw`` draws, to the path that it is called with.
+    """
+    print(text)
+    if folder and draw:
+        text = f"{text.rstrip()}\n\n![{picture}]({name}.png)"
+    if folder:
+        write_result(folder, name, text)
+    if folder and draw:
+        draw(folder / f"{name}.png")
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, which draws to files alone."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def write_result(folder: Path, name: str, text: str) -> None:

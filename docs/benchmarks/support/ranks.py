@@ -100,8 +100,11 @@ def interface_bytes(interface: str) -> int:
 def settled_sent_bytes(interface: str) -> int:
     """What this rank has sent, or through an interface to other hosts its host, once nothing is in flight."""
     dist.barrier()
-    time.sleep(0.1)
-    return sent_bytes() if interface == LOOPBACK else interface_bytes(interface)
+    before, sent = None, -1
+    while sent != before:
+        time.sleep(0.1)
+        before, sent = sent, sent_bytes() if interface == LOOPBACK else interface_bytes(interface)
+    return sent
 
 
 def train(trainer: Trainer, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[list[float]], float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.machine import spread
+from support.machine import pyplot, spread
 from support.ranks import Outcome
 from support.systems import DDP, DEEPSPEED, FLOOR, SHARE, STATIC_DDP, SYSTEMS, ZERO, System
 
@@ -150,11 +150,7 @@ def same_loss(
 
 def draw(sections: Sequence[Results], title: str, path: Path) -> None:
     """Stacked bars of forward, backward and step, one panel per world size."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(sections), figsize=(7 * len(sections), 5), squeeze=False, layout="constrained")
     for axis, results in zip(axes[0], sections, strict=True):
         names = sorted(results.rounds, key=_by_total(results), reverse=True)

@@ -23,10 +23,10 @@ HYPERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
 class Trainer:
     """One system, ready to train. ``step`` includes dropping the gradients; ``settle`` ends what goes on after it."""
 
-    forward: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor], None]
-    step: Callable[[], None]
-    settle: Callable[[], None] = lambda: None
+    forward: Callable[..., Tensor]
+    backward: Callable[[Tensor], object]
+    step: Callable[[], object]
+    settle: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class System:
     trains: bool = True
 
 
-def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+def trainer(model: nn.Module, optimizer: Any) -> Trainer:
     """A model and its optimizer."""
 
     def step() -> None:
@@ -99,19 +99,34 @@ def _fsdp2(model: LanguageModel, _: Batch) -> Trainer:
     return trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
 
 
-def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+def deepspeed_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, zero: dict[str, Any], rows: int = 1, **config: Any
+) -> Any:
+    """Return DeepSpeed's ZeRO-2 over the default group, with more settings of ``zero_optimization`` and beside it."""
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="gloo")
-    config = {
-        "train_micro_batch_size_per_gpu": batch.rows,
-        "zero_optimization": {"stage": 2, "contiguous_gradients": True, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-    }
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+    config["train_micro_batch_size_per_gpu"] = rows
+    config["zero_optimization"] = {"stage": 2, "contiguous_gradients": True, **zero}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def deepspeed_offload_engine(model: nn.Module, params: Any, max_norm: float, **hypers: Any) -> Any:
+    """Return DeepSpeed's ZeRO-2 that steps bf16 parameters with its own Adam in host memory."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    on_gpu = torch.cuda.is_available()
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": on_gpu}, "overlap_comm": on_gpu}
+    optimizer = DeepSpeedCPUAdam(params, adamw_mode=True, **hypers)
+    return deepspeed_engine(model, optimizer, zero, bf16={"enabled": True}, gradient_clipping=max_norm)
+
+
+def _deepspeed(model: LanguageModel, batch: Batch) -> Trainer:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), **HYPERS)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    zero = {"overlap_comm": False}
+    engine = deepspeed_engine(model, optimizer, zero, batch.rows, zero_allow_untested_optimizer=True)
     return Trainer(engine, engine.backward, engine.step)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
-from test.support.stepped import make_stepped, service_of, take_step
+from test.support.stepped import lost_in, make_stepped, service_of, take_step
 from zero_opt.comm import process_identity
 from zero_opt.comm.departures import Departures
 from zero_opt.state import process_exit
@@ -59,12 +59,6 @@ def _leave(optimizer: Any, how: str) -> None:
             process_exit.serve_to_the_end()
 
 
-def _lost_in(call: Callable[[], object]) -> tuple[str, str]:
-    with pytest.raises(zero_opt.PeerLost) as caught:
-        call()
-    return type(caught.value).__name__, str(caught.value)
-
-
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "step": take_step,
     "clip": lambda params, optimizer: optimizer.clip_grad_norm_(1.0),
@@ -81,7 +75,7 @@ def _one_leaves(rank: int, world_size: int, place: str, how: str, call: str) -> 
     if rank == 1:
         _leave(optimizer, how)
         return None
-    said = _lost_in(lambda: CALLS[call](params, optimizer))
+    said = lost_in(lambda: CALLS[call](params, optimizer))
     optimizer.close()
     return said
 
@@ -109,7 +103,7 @@ def _one_fails_and_closes(rank: int, world_size: int) -> Any:
             take_step(params, optimizer)
     if rank == 1:
         return optimizer.close()
-    return _lost_in(lambda: take_step(params, optimizer))
+    return lost_in(lambda: take_step(params, optimizer))
 
 
 def test_a_step_that_has_failed_does_not_count() -> None:
@@ -129,7 +123,7 @@ def _has_no_step(rank: int, world_size: int) -> Any:
     if rank == 1:
         _leave(optimizer, "ends")
         return None
-    said = _lost_in(lambda: take_step(params, optimizer))
+    said = lost_in(lambda: take_step(params, optimizer))
     optimizer.close()
     return said
 
@@ -144,7 +138,7 @@ def _asked_after_it_has_ended(rank: int, world_size: int) -> Any:
     if rank == 1:
         _leave(optimizer, "ends")
         return None
-    _lost_in(lambda: take_step(params, optimizer))
+    lost_in(lambda: take_step(params, optimizer))
     step = optimizer.state_dict()["state"][0]["step"].item()
     optimizer.close()
     return step
@@ -189,7 +183,7 @@ def _leaves_within_a_step(rank: int, world_size: int, place: str) -> Any:
         with pytest.raises(SystemError):
             take_step(params, optimizer)
         return None
-    said = _lost_in(lambda: take_step(params, optimizer))
+    said = lost_in(lambda: take_step(params, optimizer))
     optimizer.close()
     return said
 
@@ -213,7 +207,7 @@ def _one_is_silent(rank: int, world_size: int, place: str) -> Any:
         return None
     if rank == 2:
         time.sleep(2)
-    said = _lost_in(lambda: take_step(params, optimizer))
+    said = lost_in(lambda: take_step(params, optimizer))
     if store.add("given up", 1) == 2:
         store.set("told", "")
     return said
@@ -259,12 +253,12 @@ def _one_is_killed(rank: int, world_size: int, place: str) -> Any:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        _lost_in(lambda: take_step(params, optimizer))
+        lost_in(lambda: take_step(params, optimizer))
         os._exit(0)
     if world_size > 2:
         while process_identity._stat(int(pids[2]))[0] not in "ZXx":
             time.sleep(0.05)
-    return _lost_in(lambda: take_step(params, optimizer)), int(pids[1])
+    return lost_in(lambda: take_step(params, optimizer)), int(pids[1])
 
 
 @places
@@ -299,11 +293,11 @@ def _one_is_killed_as_two_threads_notice(rank: int, world_size: int, first: str)
             watch.leave_broken = lambda *arguments: (has_heard(), leave_broken(*arguments))
         else:
             has_heard()
-        found = _lost_in(lambda: take_step(params, optimizer))
+        found = lost_in(lambda: take_step(params, optimizer))
         if first == "ring":
             os._exit(0)
         return found
-    return _lost_in(lambda: take_step(params, optimizer))
+    return lost_in(lambda: take_step(params, optimizer))
 
 
 @pytest.mark.parametrize("first", ["exchange", "ring"])
@@ -341,8 +335,8 @@ def _one_is_killed_whose_child_lives(rank: int, world_size: int, folder: str, ca
     pids = optimizer._group.all_gather_bytes(str(os.getpid()).encode())
     if rank == 1:
         _kill_beside_a_child(folder)
-    first = _lost_in(lambda: UNBROKEN[call](params, optimizer))
-    return first, _lost_in(optimizer.state_dict), int(pids[1])
+    first = lost_in(lambda: UNBROKEN[call](params, optimizer))
+    return first, lost_in(optimizer.state_dict), int(pids[1])
 
 
 @pytest.mark.sampled(4)
@@ -371,7 +365,7 @@ def _asked_by_one_that_is_killed(rank: int, world_size: int, folder: str) -> Any
         optimizer.state_dict()
     while not service_of(optimizer)._guard._readers:
         time.sleep(0.01)
-    return _lost_in(lambda: take_step(params, optimizer))
+    return lost_in(lambda: take_step(params, optimizer))
 
 
 def test_a_step_that_waits_for_a_killed_reader_ends(tmp_path: Path) -> None:
@@ -397,7 +391,6 @@ def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:
         while not port.exists():
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size, is_master=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S)
     )
@@ -405,7 +398,7 @@ def _the_store_is_lost(rank: int, world_size: int, folder: str) -> Any:
     if rank == 0:
         time.sleep(2)  # the others wait
         os.kill(os.getpid(), signal.SIGKILL)
-    return _lost_in(lambda: take_step(params, optimizer))
+    return lost_in(lambda: take_step(params, optimizer))
 
 
 @world_sizes
@@ -427,7 +420,7 @@ def _in_a_subgroup(rank: int, world_size: int, how: str) -> Any:
     if rank == 2:
         _leave(optimizer, how)
         return None
-    text = _lost_in(lambda: take_step(params, optimizer))[1]
+    text = lost_in(lambda: take_step(params, optimizer))[1]
     optimizer.close()
     return text
 
@@ -449,7 +442,7 @@ def _exits_without(rank: int, world_size: int, closes: bool) -> bool:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return True
-    assert _lost_in(lambda: take_step(params, optimizer))[0] == "PeerSilent"
+    assert lost_in(lambda: take_step(params, optimizer))[0] == "PeerSilent"
     if closes:
         optimizer.close()
     ending = threading.Thread(target=process_exit.serve_to_the_end, daemon=True)

@@ -19,7 +19,7 @@ from torch import nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
-from test.support.stepped import make_stepped, take_step
+from test.support.stepped import lost_in, make_stepped, take_step
 from zero_opt.comm import process_identity
 from zero_opt.comm.agreement import Agreement
 from zero_opt.comm.groups import Group
@@ -60,12 +60,6 @@ def _raise_in(seconds: float, how: str) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _said(call: Callable[[], Any]) -> tuple[str, str]:
-    with pytest.raises(zero_opt.PeerLost) as caught:
-        call()
-    return type(caught.value).__name__, str(caught.value)
-
-
 def _one_is_interrupted(rank: int, world_size: int, place: str, how: str, first: str, second: str, near: bool) -> Any:
     """Rank 0 is interrupted in a call that the others make later, and makes another one."""
     if not near:
@@ -79,11 +73,11 @@ def _one_is_interrupted(rank: int, world_size: int, place: str, how: str, first:
     elif rank:
         store.wait(["interrupted"])
     if rank:
-        return _said(lambda: CALLS[first](params, optimizer)), _said(lambda: take_step(params, optimizer))
+        return lost_in(lambda: CALLS[first](params, optimizer)), lost_in(lambda: take_step(params, optimizer))
     _raise_in(0.5, how)
     with pytest.raises(HOWS[how]):
         CALLS[first](params, optimizer)
-    said = _said(lambda: CALLS[second](params, optimizer)), _said(lambda: take_step(params, optimizer))
+    said = lost_in(lambda: CALLS[second](params, optimizer)), lost_in(lambda: take_step(params, optimizer))
     store.set("interrupted", "")
     return said
 
@@ -194,14 +188,14 @@ def _is_struck(rank: int, world_size: int, moment: str, how: str, first: str) ->
     options = {"offload": zero_opt.CPUOffload()} if first == "flush" else {"max_grad_norm": 0.1}
     params, optimizer = make_stepped(2, reduction=zero_opt.AtStep(0.002), **options)
     if rank:
-        return _said(lambda: CALLS[first](params, optimizer)), _said(lambda: take_step(params, optimizer))
+        return lost_in(lambda: CALLS[first](params, optimizer)), lost_in(lambda: take_step(params, optimizer))
     signal.signal(signal.SIGALRM, lambda *_: _raise(how))
     with pytest.MonkeyPatch.context() as patch:
         owner, name, stand_in = MOMENTS[moment]
         patch.setattr(owner, name, stand_in)
         with pytest.raises(HOWS[how]):
             CALLS[first](params, optimizer)
-    return _said(lambda: take_step(params, optimizer)), _said(lambda: CALLS["load"](params, optimizer))
+    return lost_in(lambda: take_step(params, optimizer)), lost_in(lambda: CALLS["load"](params, optimizer))
 
 
 def _raise(how: str) -> None:
@@ -221,7 +215,7 @@ def _is_struck_at_the_end(rank: int, world_size: int) -> Any:
             patch.setattr(ShardedEngine, "_end_step", end_and_strike)
             with pytest.raises(SystemExit):
                 take_step(params, optimizer)
-        return _said(lambda: take_step(params, optimizer))
+        return lost_in(lambda: take_step(params, optimizer))
     for _ in range(2):
         with contextlib.suppress(zero_opt.PeerLost):
             take_step(params, optimizer)

@@ -26,13 +26,12 @@ import zero_opt
 from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
 from test.support.harness import Failure, run_processes
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import BUCKET_MB, OVERLAPPED
 from zero_opt.comm import pairwise_exchange, peer_watch, process_identity, shared_memory_exchange
 from zero_opt.state import service
 from zero_opt.system.waiting import until
 
 MOST_SECONDS = 60
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 
 
 def _optimizer(reduction: Any = OVERLAPPED, **checks: Any) -> tuple[torch.nn.Parameter, Any]:

@@ -395,7 +395,6 @@ def _server_is_stopped(rank: int, world_size: int, folder: Path) -> str:
         (folder / "new").rename(folder / "port")
     while not (folder / "port").exists():
         time.sleep(0.01)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     tcp = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world_size, rank == 0)
     dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world_size)
     if rank == 0:

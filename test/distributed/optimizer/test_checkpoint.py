@@ -349,14 +349,14 @@ def test_a_class_that_nothing_is_known_of_is_refused(world_size: int, tmp_path: 
 
 def _load_dtensors(rank: int, world_size: int, folder: str) -> None:
     for offload in (None, zero_opt.CPUOffload()):
-        net, name = fsdp_models.sharded(fsdp_models.mesh_of((world_size,))), f"{folder}/{offload is None}"
-        optimizer = fsdp_models.ours(net, offload=offload)
+        net, name = fsdp_models.sharded_net(fsdp_models.mesh_of((world_size,))), f"{folder}/{offload is None}"
+        optimizer = fsdp_models.sharded_optimizer(net, offload=offload)
         fsdp_models.backward(net, 0, rank)
         optimizer.step()
         wanted = fsdp_models.local_state(optimizer)
         dcp.save({"opt": optimizer}, checkpoint_id=name)
         optimizer.close()
-        optimizer = fsdp_models.ours(net, offload=offload)
+        optimizer = fsdp_models.sharded_optimizer(net, offload=offload)
         dcp.load({"opt": optimizer}, checkpoint_id=name)
         assert_bitwise(fsdp_models.local_state(optimizer), wanted)
         assert any(wanted)

@@ -13,12 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.support.compact_training import FORMS
-from test.support.device_cases.programs import Failed, Tripwire
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import BUCKET_MB, OVERLAPPED
+from test.support.tripwire import Failed, Tripwire
 
 HOOK = zero_opt.DDPHook(BUCKET_MB)
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 STEPS = 5
 
 

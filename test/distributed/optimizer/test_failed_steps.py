@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.harness import assert_bitwise, run_processes, run_threads
+from test.support.harness import assert_bitwise, copies_of, run_processes, run_threads
 from test.support.scenario import values
 from zero_opt.placement.worker import process
 
@@ -66,10 +66,6 @@ def _train(model: nn.Module, optimizer: Any, step: int) -> None:
     inputs = values(step + 1, 0, 0, 99, (4, 6))  # the same on all ranks, as AlreadyReduced wants it
     model(inputs).square().mean().backward()
     optimizer.step()
-
-
-def _values(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def _policy(name: str, model: nn.Module | None, exchange: Any) -> Any:
@@ -225,7 +221,7 @@ def _several(rank: int, world_size: int, fails: Sequence[int]) -> tuple[str, lis
     Grumbles.why = ""
     _train(model, optimizer, 2)
     optimizer.close()
-    return str(caught.value), _values(model)
+    return str(caught.value), copies_of(model)
 
 
 def test_each_rank_that_failed_raises_why_and_the_others_name_the_first() -> None:
@@ -288,7 +284,7 @@ def _load(rank: int, world_size: int, late: bool) -> list[Tensor]:
     _train(model, optimizer, 1)
     optimizer.flush()
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gathered in step()", "gathered after it"])

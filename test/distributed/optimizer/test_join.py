@@ -17,15 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB, Case, add, backwards, case, gradient, mean
+from test.support.scenario import AT_STEP, BUCKET_MB, OVERLAPPED, Case, add, backwards, case, gradient, mean
 from test.support.worker_training import end_workers
 from zero_opt.sharding.late_params import Unwatched
 
 ADAM = case(torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}, lr=0.01)
 # Whole parameters, each stepped by one rank.
 MUON = Case(torch.optim.Muon, (("lr", 0.01),), (("lr", 0.02),), ((130, 7), (40, 3), (5, 9), (8, 8)))
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
-AT_STEP = zero_opt.AtStep(BUCKET_MB)
 
 
 def _inputs(rank: int, world_size: int) -> int:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
 import zero_opt
-from test.support.actors import OVERLAPPED
 from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import OVERLAPPED
 
 
 def _refused(param: Tensor, optimizer: zero_opt.ShardedOptimizer, scaler: torch.amp.GradScaler) -> str:

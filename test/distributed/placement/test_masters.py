@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.half_params import HALVES, OVERLAPPED, STEPS, backward, edit, gradient, make_params, train
+from test.support.half_params import HALVES, STEPS, backward, edit, gradient, make_params, train
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB, values
+from test.support.scenario import BUCKET_MB, OVERLAPPED, values
 
 MASTERS = zero_opt.MixedPrecision(master_dtype=torch.float32)
 SPLIT = zero_opt.MixedPrecision(master_dtype="split")

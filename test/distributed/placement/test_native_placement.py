@@ -13,8 +13,8 @@ from torch import nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, placement_of, step_copies_of_params
-from test.support.scenario import BUCKET_MB, case, expected, train, values
-from test.support.worker_training import LATER, NOW, OVERLAPPED, SHAPES, make_params
+from test.support.scenario import BUCKET_MB, OVERLAPPED, case, expected, train, values
+from test.support.worker_training import LATER, NOW, SHAPES, make_params
 
 SPECULATING = zero_opt.WorkerOffload(speculate=True)
 PLACES: dict[str, Callable[[Path], Any]] = {

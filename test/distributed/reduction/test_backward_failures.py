@@ -12,29 +12,11 @@ from torch import Tensor
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.scenario import BUCKET_MB
+from test.support.tripwire import Failed, Tripwire
 from zero_opt.sharding.buckets import GradBucket
 
 STEPS, FAILED = 6, (1, 3)
 WIDTH, DEPTH = 24, 8
-
-
-class Failure(Exception):
-    """What goes wrong."""
-
-
-class Tripwire(torch.autograd.Function):
-    """Passes values on; its backward raises where told to."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, armed: bool) -> Tensor:  # type: ignore[override]
-        ctx.armed = armed
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        if ctx.armed:
-            raise Failure("in backward")
-        return grad, None
 
 
 def _model() -> torch.nn.ModuleList:
@@ -61,9 +43,9 @@ def _train(rank: int, world_size: int, where: str, who: tuple[int, ...], exchang
                 fails = rank in who
                 loss = _loss(model, 50 + step, rank, armed=fails and where == "backward")
                 if fails and where == "forward":
-                    raise Failure("in forward")
+                    raise Failed
                 loss.backward()
-            except Failure:
+            except Failed:
                 pass
             else:
                 assert not fails
@@ -98,7 +80,7 @@ def _step_without_the_failed_rank(rank: int, world_size: int) -> str:
     before = [param.detach().clone() for param in model.parameters()]
     try:
         _loss(model, 0, rank, armed=rank == 1).backward()
-    except Failure:
+    except Failed:
         optimizer.zero_grad()
         _loss(model, 0, rank, armed=False).backward()
     with pytest.raises(zero_opt.StepDesync) as caught:
@@ -128,7 +110,7 @@ class Tripped:
     def __call__(self, param: Tensor) -> None:
         if self.armed:
             self.armed = False
-            raise Failure("at the first gradient")
+            raise Failed
 
 
 def _step_after_failure(
@@ -140,7 +122,7 @@ def _step_after_failure(
     optimizer = _optimizer(model)
     before = [param.detach().clone() for param in model.parameters()]
     if who:
-        with contextlib.suppress(Failure), optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
+        with contextlib.suppress(Failed), optimizer.no_sync() if in_no_sync else contextlib.nullcontext():
             tripped.armed = in_hook and rank in who
             _loss(model, 0, rank, armed=rank in who and not in_hook).backward()
         if in_no_sync:  # what is missing was not to be sent, but added to what this one sends

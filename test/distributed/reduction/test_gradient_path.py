@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED, Actor, assert_same_as_plain
+from test.support.actors import Actor, assert_same_as_plain
 from test.support.harness import run_processes, run_threads
-from test.support.scenario import BUCKET_MB
+from test.support.scenario import AT_STEP, BUCKET_MB, OVERLAPPED
 
 BOTH = pytest.mark.parametrize("reduction", [OVERLAPPED, AT_STEP], ids=lambda policy: type(policy).__name__)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED, make_params, plain_actor, rank_actor, two_groups
+from test.support.actors import make_params, plain_actor, rank_actor, two_groups
 from test.support.harness import assert_bitwise, run_processes, run_threads
-from test.support.scenario import values
+from test.support.scenario import AT_STEP, OVERLAPPED, values
 
 Ranks = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
-from test.support.harness import assert_bitwise, run_processes, run_threads
+from test.support.harness import assert_bitwise, copies_of, run_processes, run_threads
 from test.support.scenario import values
 
 OVERLAPPED, AT_STEP, REDUCED = zero_opt.Overlapped(0.001), zero_opt.AtStep(0.001), zero_opt.AlreadyReduced()
@@ -43,10 +43,6 @@ def _train(model: nn.Module, optimizer: Any, *steps: int) -> None:
         _backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _values(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def _other(model: nn.Module) -> dict[str, Tensor]:
@@ -90,15 +86,15 @@ def _edit_one(rank: int, world_size: int, edit: Edit, options: dict[str, Any], w
     optimizer.flush()
     if rank == who:
         edit(model)
-    before = _values(model)
+    before = copies_of(model)
     _backward(model, steps)
     with pytest.raises(zero_opt.RankMismatch) as caught:
         optimizer.step()
-    refused = _values(model)
+    refused = copies_of(model)
     with pytest.raises(zero_opt.RankMismatch, match="broadcast_params"):  # it is not forgotten
         optimizer.step()
     _go_on(model, optimizer, who, steps)
-    return str(caught.value), before, refused, _values(model)
+    return str(caught.value), before, refused, copies_of(model)
 
 
 def _edit_all(rank: int, world_size: int, edit: Edit, options: dict[str, Any], steps: int) -> list[Tensor]:
@@ -110,7 +106,7 @@ def _edit_all(rank: int, world_size: int, edit: Edit, options: dict[str, Any], s
     _train(model, optimizer, steps, steps + 1)
     optimizer.flush()
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 def _check(world_size: int, edit: Edit, options: dict[str, Any], who: int, steps: int) -> None:
@@ -192,14 +188,14 @@ def _unlike(rank: int, world_size: int, options: dict[str, Any], steps: int, sen
             model.get_parameter("0.weight").add_(1)
     if sent:
         dist.broadcast(model.get_parameter("0.weight").data, 0)
-    before = _values(model)
+    before = copies_of(model)
     _backward(model, steps)
     for _ in range(4):  # it is not forgotten
         with pytest.raises(zero_opt.RankMismatch) as caught:
             optimizer.step()
-    assert_bitwise(_values(model), before)
+    assert_bitwise(copies_of(model), before)
     _go_on(model, optimizer, 0, steps)
-    return str(caught.value), _values(model)
+    return str(caught.value), copies_of(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": zero_opt.WorkerOffload(delay=1), "fused": True}], ids=["", "late"])
@@ -244,7 +240,7 @@ def _views_that_share_a_counter(rank: int, world_size: int) -> list[Tensor]:
         _train(model, optimizer, step)
     optimizer.flush()
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 class _Whole(torch.optim.SGD):
@@ -269,7 +265,7 @@ def _everything_alike(rank: int, world_size: int, reduction: Any, offload: Any) 
                 for param in model.parameters():
                     param.clamp_(-1, 1)
             if step == 2 and rank == 0:  # to evaluate on one rank
-                kept = _values(model)
+                kept = copies_of(model)
                 model.load_state_dict(average)
                 for param, value in zip(model.parameters(), kept, strict=True):
                     param.copy_(value)
@@ -279,7 +275,7 @@ def _everything_alike(rank: int, world_size: int, reduction: Any, offload: Any) 
             optimizer.load_state_dict(optimizer.state_dict())
     optimizer.flush()
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 @REDUCTIONS
@@ -302,7 +298,7 @@ def _sent_by_hand(rank: int, world_size: int, dtype: torch.dtype, offload: Any) 
         dist.broadcast(param.data, 0)
     _train(model, optimizer, 1, 2)
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -326,7 +322,7 @@ def _wrapped_late(rank: int, world_size: int) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    return _values(model)
+    return copies_of(model)
 
 
 def test_ddp_may_come_after_the_optimizer() -> None:
@@ -350,7 +346,7 @@ def _uneven(rank: int, world_size: int, clip: Sequence[int]) -> Any:
                             param.clamp_(-0.1, 0.1)
     except zero_opt.RankMismatch as error:
         message = str(error)
-    return message, _values(model)
+    return message, copies_of(model)
 
 
 def test_ranks_without_inputs_are_asked_too() -> None:

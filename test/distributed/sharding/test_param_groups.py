@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED
 from test.support.harness import assert_bitwise, run_processes
+from test.support.scenario import AT_STEP, OVERLAPPED
 
 STEPS = 3
 ALREADY = zero_opt.AlreadyReduced()

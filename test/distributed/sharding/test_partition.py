@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED, Actor, plain_actor, rank_actor
+from test.support.actors import Actor, plain_actor, rank_actor
 from test.support.harness import assert_bitwise, run_threads
+from test.support.scenario import AT_STEP, OVERLAPPED
 
 
 def _change_before_backward(rank: int, world_size: int, data: Tensor) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
-from test.support.scenario import BUCKET_MB, NEVER_USED, SHAPES, Case, case, expected, local_backwards
+from test.support.scenario import NEVER_USED, OVERLAPPED, SHAPES, Case, case, expected, local_backwards
 
 ADAM = case(torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.1}, lr=0.01, amsgrad=True)
 SGD = case(torch.optim.SGD, {"lr": 0.02, "nesterov": True}, lr=0.01, momentum=0.9)
@@ -30,7 +30,6 @@ NADAM = case(torch.optim.NAdam, {"lr": 0.02}, lr=0.01)  # two numbers per parame
 ADAFACTOR = Case(torch.optim.Adafactor, (("lr", 0.01),), (("lr", 0.02),), tuple(s for s in SHAPES if 0 not in s))
 FUSED = case(torch.optim.AdamW, {"lr": 0.02}, lr=0.01, fused=True)
 
-OVERLAPPED = zero_opt.Overlapped(BUCKET_MB)
 STEPS = 3
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.actors import AT_STEP, OVERLAPPED, Actor, two_groups
+from test.support.actors import Actor, two_groups
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.lion import Lion
-from test.support.scenario import values
+from test.support.scenario import AT_STEP, OVERLAPPED, values
 
 # (130, 7) is cut, (3, 5, 7, 2) has its own strides, and there are an empty and a 0-dim parameter.
 SHAPES = ((130, 7), (65,), (), (300,), (64,), (3, 5, 7, 2), (1000,))

@@ -29,6 +29,7 @@ def _compared(
     """Return the exit status, and what was printed to both streams."""
     del world_size
     launch = {"RANK": str(rank), "WORLD_SIZE": str(launched), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.pop("GLOO_SOCKET_IFNAME")  # of which the table says what each rank has
     os.environ.update({"LOCAL_WORLD_SIZE": str(launched), **launch, **variables.get(rank, {})})
     told, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(errors):

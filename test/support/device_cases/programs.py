@@ -18,22 +18,7 @@ import zero_opt
 from test.support.device_cases.places import on_host
 from test.support.device_cases.training import STEPS, Rank
 from test.support.scenario import values
-
-
-class Failed(Exception):
-    """What goes wrong in a backward."""
-
-
-class Tripwire(torch.autograd.Function):
-    """Passes a value on; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise Failed
+from test.support.tripwire import Failed, Tripwire
 
 
 def scaled(rank: Rank) -> Any:

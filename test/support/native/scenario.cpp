@@ -38,7 +38,7 @@ std::uint64_t mixed(std::uint64_t number) {
 }
 
 // From -1 to 1.
-float chance(std::uint64_t seed, std::int64_t i) {
+float random_value(std::uint64_t seed, std::int64_t i) {
   const std::uint64_t bits = mixed(seed * 0x9e3779b97f4a7c15ull + static_cast<std::uint64_t>(i) + 1);
   return static_cast<float>(static_cast<std::int64_t>(bits >> 40) - (1 << 23)) / (1 << 23);
 }
@@ -168,7 +168,8 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     found.before = 0;
     return found;
   }
-  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes, shape == "drafted", shape == "cut", 0.0};
+  Scenario found = {name, Format::kFloat32, Format::kFloat32, Format::kFloat32, false, false, false, {}, lanes,
+                    shape == "drafted", shape == "cut", 0.0};
   if (name == "bf16") {
     found.grad = found.out = Format::kBfloat16;
     found.has_out = true;
@@ -189,7 +190,8 @@ Scenario scenario_named(const std::string& name, const std::string& shape, std::
     throw std::invalid_argument("there is no scenario " + name);
   }
   const std::int64_t block = zero_opt::kLogNumel;
-  found.numels = shape != "short" ? std::vector<std::int64_t>{block + 70, 20, 2 * block, 7} : std::vector<std::int64_t>{2 * block + 6, block, 7, block + 33, 1};
+  found.numels = shape == "short" ? std::vector<std::int64_t>{2 * block + 6, block, 7, block + 33, 1}
+                                  : std::vector<std::int64_t>{block + 70, 20, 2 * block, 7};
   return found;
 }
 
@@ -300,7 +302,7 @@ void Case::fill(char* base) const {
   for (const zero_opt::UpdateBatch& batch : batches(base, 1)) {
     const UpdateRun& run = batch.runs[0].run;
     std::vector<float> values(static_cast<std::size_t>(run.numel));
-    for (std::int64_t i = 0; i < run.numel; ++i) values[static_cast<std::size_t>(i)] = chance(7, i + run.numel);
+    for (std::int64_t i = 0; i < run.numel; ++i) values[static_cast<std::size_t>(i)] = random_value(7, i + run.numel);
     write_floats(values.data(), run.numel, scenario_.has_remainder ? Format::kBfloat16 : Format::kFloat32,
                  run.from.param);
   }
@@ -315,7 +317,7 @@ void Case::fill_gradients(char* base, int step) const {
       // In another number of places in every run; the steps before it have all gradients finite.
       const bool bad = i % 31 == 5 && static_cast<std::uint64_t>(i / 31) <= run_number;
       const std::uint64_t seed = static_cast<std::uint64_t>(step) * 100 + run_number;
-      values[static_cast<std::size_t>(i)] = bad && step == number() ? INFINITY : chance(seed, i);
+      values[static_cast<std::size_t>(i)] = bad && step == number() ? INFINITY : random_value(seed, i);
     }
     write_floats(values.data(), run.numel, scenario_.grad, const_cast<void*>(run.grad));
     ++run_number;

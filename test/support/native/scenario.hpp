@@ -35,8 +35,8 @@ struct Scenario {
   int before = 1;  // steps that are done before the one to be made
 };
 
-// The scenario of that name with runs that are short, or cut within ("cut", "drafted"). A name that ends with "-first" is
-// of the first step of all. Throws std::invalid_argument for another.
+// The scenario of that name with runs that are short, or cut within ("cut", "drafted"). A name that ends with
+// "-first" is of the first step of all. Throws std::invalid_argument for another.
 Scenario scenario_named(const std::string& name, const std::string& shape, std::size_t lanes);
 
 // With weight decay of 0.1. Throws std::invalid_argument for an update that there is not.

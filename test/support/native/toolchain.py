@@ -23,7 +23,8 @@ SCENARIO = Path(__file__).resolve().parent / "scenario.cpp"
 
 @dataclass
 class Toolchain:
-    """
+    """The compiler and flags of the extension, for other programs of its parts.
+
     Attributes:
         folder: what is built lies below it.
         flags: more than setup.py has.
@@ -43,7 +44,7 @@ class Toolchain:
         arguments = ["-q", "build_ext", "--build-temp", str(self.folder / "objects")]
         arguments += ["--build-lib", str(self.folder / "package")]
         arguments += ["build_clib", "--build-temp", str(self.folder / "objects")]
-        arguments += ["--build-clib", str(self.folder / "libraries")]
+        arguments += ["--build-clib", str(self._libraries)]
         self._distribution = _setup_with(arguments)
         self._command = self._distribution.get_command_obj("build_ext")
         self._command.ensure_finalized()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from test.support.bitwise import assert_bitwise
+from test.support.failures import PATIENCE_S
 from zero_opt.comm.lazy_gloo import all_gather, partners
 
 SIZES = [*range(2, 18), 31, 33]
@@ -41,7 +42,7 @@ def test_every_rank_has_all_tensors_in_rank_order_from_its_partners_alone(size: 
             assert {dst, src} <= partners(rank, size)
             rounds[rank] += 1
             on_their_way[rank, dst].put(out.clone())
-            into.copy_(on_their_way[src, rank].get(timeout=30.0))
+            into.copy_(on_their_way[src, rank].get(timeout=PATIENCE_S))
 
         found[rank] = all_gather(exchange, rank, torch.tensor([rank, -rank]), size)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from test.support.tripwire import Failed, Tripwire
 from zero_opt.reduction import autograd_hooks
 from zero_opt.reduction.autograd_hooks import ArrivalHooks, BackwardPasses
 
@@ -32,18 +33,6 @@ class Listener:
         if self.passes.note_arrival():
             self.began.append(len(self.arrived))
         self.arrived.append(index)
-
-
-class Broken(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ValueError("broken")
 
 
 def params(count: int = 3) -> list[Parameter]:
@@ -170,8 +159,8 @@ def test_a_pass_that_ends_in_an_exception_is_known_until_forgotten() -> None:
     product(watched).backward()
     assert not listener.passes.broken()
     assert seen_within == [False]  # a pass under way is not a broken one
-    loss = Broken.apply(torch.sin(watched[1])).sum() + watched[0].sum()  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="broken"):
+    loss = Tripwire.apply(torch.sin(watched[1])).sum() + watched[0].sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(Failed):
         loss.backward()
     assert listener.passes.broken()
     product(watched).backward()
@@ -184,8 +173,8 @@ def test_a_pass_that_is_forgotten_in_a_hook_and_goes_on_is_known_to_end_in_an_ex
     watched = params()
     listener = Listener(watched)
     watched[2].register_post_accumulate_grad_hook(lambda _: listener.passes.forget())
-    loss = Broken.apply(torch.sin(watched[0]))  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="broken"):
+    loss = Tripwire.apply(torch.sin(watched[0]))  # type: ignore[no-untyped-call]
+    with pytest.raises(Failed):
         torch.sin(torch.sin(loss * watched[1]) * watched[2]).sum().backward()
     assert listener.arrived == [2, 1]
     assert listener.passes.broken()

@@ -19,9 +19,9 @@ from test.support.fsdp_models import (
     local_state,
     locals_of,
     mesh_of,
-    ours,
     set_lr,
-    sharded,
+    sharded_net,
+    sharded_optimizer,
 )
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.optimizer.dtensors import mesh_group
@@ -48,12 +48,12 @@ def _trained(net: Any, optimizer: Any, rank: int, *, clip: bool) -> list[Any]:
 def _steps_as_torch(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(shape)
     for policy in (FP32, BF16):
-        net = sharded(mesh, policy)
+        net = sharded_net(mesh, policy)
         plain = torch.optim.AdamW(groups_of(net), lr=0.02, fused=True)
         expected, state = _trained(net, plain, rank, clip=True), local_state(plain)
         for offload in (None, WORKER, zero_opt.CPUOffload()):
-            net = sharded(mesh, policy)
-            optimizer = ours(net, offload=offload)
+            net = sharded_net(mesh, policy)
+            optimizer = sharded_optimizer(net, offload=offload)
             assert_bitwise(_trained(net, optimizer, rank, clip=True), expected, f"{policy}, {offload}")
             assert_bitwise(local_state(optimizer), state, f"state, {policy}, {offload}")
             optimizer.close()
@@ -68,7 +68,7 @@ def test_steps_are_those_of_torch(shape: tuple[int, ...]) -> None:
 def _delayed(rank: int, world_size: int, shape: tuple[int, ...], factor: float) -> None:
     """Gradients of predictions, applied a step later to what they predict, which ``flush()`` shows; two backwards."""
     mesh = mesh_of(shape)
-    net = sharded(mesh)
+    net = sharded_net(mesh)
     params = list(net.parameters())
     plain = torch.optim.AdamW(groups_of(net), lr=0.02, fused=True)
     expected, waiting = [], None
@@ -92,8 +92,10 @@ def _delayed(rank: int, world_size: int, shape: tuple[int, ...], factor: float) 
         expected.append(shown)
 
     for reduction in (zero_opt.Overlapped(bucket_mb=0.01), zero_opt.AtStep()):
-        net = sharded(mesh)
-        optimizer = ours(net, offload=zero_opt.WorkerOffload(delay=1, prediction=factor), reduction=reduction)
+        net = sharded_net(mesh)
+        optimizer = sharded_optimizer(
+            net, offload=zero_opt.WorkerOffload(delay=1, prediction=factor), reduction=reduction
+        )
         for step in range(STEPS):
             _backwards(net, optimizer, step, rank)
             set_lr(optimizer, step)
@@ -135,7 +137,7 @@ def _parts_of_any_size(rank: int, world_size: int) -> None:
     """An oracle per rank steps the parts by themselves; torch's kernel has other bits at their ends."""
     mesh = mesh_of((world_size,))
     for cls, offload in ((zero_opt.CPUAdamW, None), (zero_opt.CPUAdamW, WORKER), (torch.optim.AdamW, WORKER)):
-        net = sharded(mesh, ragged=True)
+        net = sharded_net(mesh, ragged=True)
         optimizer = zero_opt.ShardedOptimizer(net.parameters(), cls, lr=0.02, offload=offload)
         parts = [torch.nn.Parameter(part) for part in locals_of(net.parameters())]
         oracle = zero_opt.CPUAdamW(parts, lr=0.02)
@@ -160,7 +162,7 @@ def _compact_parts(rank: int, world_size: int) -> None:
     mesh = mesh_of((world_size,))
     forms = [(torch.float32, zero_opt.AdamState("block8")), (torch.bfloat16, zero_opt.AdamState("bfloat16", "split"))]
     for (dtype, form), offload in product(forms, (None, zero_opt.CPUOffload(), WORKER)):
-        net = sharded(mesh, ragged=True, dtype=dtype)
+        net = sharded_net(mesh, ragged=True, dtype=dtype)
         optimizer = zero_opt.ShardedOptimizer(net.parameters(), zero_opt.CPUAdamW, lr=0.02, offload=offload, state=form)
         parts = [torch.nn.Parameter(part.clone()) for part in locals_of(net.parameters())]
         oracle = zero_opt.CPUAdamW(parts, lr=0.02, state=form)
@@ -187,8 +189,8 @@ def test_parts_have_compact_state() -> None:
 
 
 def _no_messages(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=WORKER)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=WORKER)
     told: list[Any] = []
     gather: Any = mesh_group.all_gather
     mesh_group.all_gather = lambda *arguments: told.append(arguments) or gather(*arguments)  # type: ignore[assignment]
@@ -214,8 +216,8 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...]) -> list[Any]:
     """Norms, and parameters, with the norm of the whole gradient from an oracle that gathers it."""
     mesh, found = mesh_of(shape), []
     for offload, folded in ((None, False), (WORKER, False), (None, True), (WORKER, True)):
-        net = sharded(mesh)
-        optimizer = ours(net, offload=offload, max_grad_norm=0.05 if folded else None)
+        net = sharded_net(mesh)
+        optimizer = sharded_optimizer(net, offload=offload, max_grad_norm=0.05 if folded else None)
         norms = []
         for step in range(3):
             optimizer.zero_grad()
@@ -250,7 +252,7 @@ def _accumulated(rank: int, world_size: int) -> None:
     """Gradients of several backwards, a group added later, a parameter unfrozen, values edited between steps."""
     found = []
     for offload in (False, None, WORKER):
-        net = sharded(mesh_of((world_size,)))
+        net = sharded_net(mesh_of((world_size,)))
         first, second = groups_of(net)
         options: Any = {"lr": 0.02, "fused": True}
         optimizer: Any = (
@@ -285,7 +287,7 @@ def _whole_classes(rank: int, world_size: int) -> None:
     for cls, name in ((torch.optim.Muon, "wide"), (torch.optim.Adafactor, "scale"), (torch.optim.NAdam, "up")):
         found = []
         for make in (cls, lambda params, cls=cls: zero_opt.ShardedOptimizer(params, cls)):
-            net = sharded(mesh_of((world_size,)))
+            net = sharded_net(mesh_of((world_size,)))
             params = [p for n, p in net.named_parameters() if n.startswith(name) and (p.dim() == 2 or name != "wide")]
             optimizer = make(params)
             for step in (0, 2, 3):
@@ -304,9 +306,13 @@ def _scaled(rank: int, world_size: int) -> None:
     """An overflow on one rank skips the step on all, as with torch's optimizer."""
     found = []
     for offload in (False, None, WORKER):
-        net = sharded(mesh_of((world_size,)))
+        net = sharded_net(mesh_of((world_size,)))
         options: Any = {"lr": 0.02, "fused": True}
-        optimizer = torch.optim.AdamW(groups_of(net), **options) if offload is False else ours(net, offload=offload)
+        optimizer = (
+            torch.optim.AdamW(groups_of(net), **options)
+            if offload is False
+            else sharded_optimizer(net, offload=offload)
+        )
         scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):
             optimizer.zero_grad()
@@ -329,7 +335,7 @@ def _scaled_halves(rank: int, world_size: int) -> None:
     """GradScaler leaves fp16 gradients scaled for the step: no power of two changes a bit of what comes of them."""
     found = []
     for scale in (4.0, 8.0):
-        net = sharded(mesh_of((world_size,)), dtype=torch.float16)
+        net = sharded_net(mesh_of((world_size,)), dtype=torch.float16)
         optimizer = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.05, offload=zero_opt.CPUOffload())
         scaler: Any = torch.amp.GradScaler("cpu", init_scale=scale)
         for step in range(3):
@@ -352,8 +358,10 @@ def _not_finite(rank: int, world_size: int) -> None:
     """The only part of the head, which has one row, is on rank 0."""
     found: list[Any] = []
     for offload in (None, WORKER):
-        net = sharded(mesh_of((world_size,)))
-        optimizer = ours(net, offload=offload, checks=zero_opt.Checks(nonfinite="skip"), max_grad_norm=0.05)
+        net = sharded_net(mesh_of((world_size,)))
+        optimizer = sharded_optimizer(
+            net, offload=offload, checks=zero_opt.Checks(nonfinite="skip"), max_grad_norm=0.05
+        )
         for step in range(3):
             before = [locals_of(net.parameters()), local_state(optimizer)]
             optimizer.zero_grad()

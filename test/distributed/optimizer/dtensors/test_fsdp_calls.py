@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 import zero_opt
-from test.support.fsdp_models import backward, local_state, locals_of, mesh_of, ours, sharded
+from test.support.fsdp_models import backward, local_state, locals_of, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.errors import ConfigError, PeerSilent, RankMismatch
 
@@ -22,8 +22,8 @@ CONSOLIDATE, CLIP, STEP = "consolidate_state_dict()", "clip_grad_norm_()", "step
 
 def _made(rank: int, world_size: int, offload: Any, **options: Any) -> tuple[Any, zero_opt.ShardedOptimizer]:
     """A model after one step, with gradients of the next."""
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=offload, **options)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=offload, **options)
     backward(net, 0, rank)
     optimizer.step()
     optimizer.zero_grad()
@@ -145,8 +145,8 @@ def test_a_wait_that_is_interrupted_is_the_last() -> None:
 
 def _on_a_mesh(rank: int, world_size: int) -> str:
     """HSDP: the ranks of a mesh of two dimensions, one of which is in another call."""
-    net = sharded(mesh_of((2, 2)))
-    optimizer = ours(net)
+    net = sharded_net(mesh_of((2, 2)))
+    optimizer = sharded_optimizer(net)
     backward(net, 0, rank)
     with pytest.raises(RankMismatch) as caught:
         optimizer.consolidate_state_dict(0) if rank == 3 else optimizer.clip_grad_norm_(1.0)

@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import zero_opt
-from test.support.fsdp_models import BF16, FP32, Net, backward, local_state, locals_of, mesh_of, ours, set_lr, sharded
+from test.support.fsdp_models import (
+    BF16,
+    FP32,
+    Net,
+    backward,
+    local_state,
+    locals_of,
+    mesh_of,
+    set_lr,
+    sharded_net,
+    sharded_optimizer,
+)
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.placement.worker.arena_shard import ArenaShard
 from zero_opt.sharding.buckets import GradBucket
@@ -104,10 +115,10 @@ class Training:
 
 def _steps_as_torch(rank: int, world_size: int, policy: Any, max_norm: float | None) -> None:
     mesh = mesh_of((world_size,))
-    net = sharded(mesh, policy)
-    expected = Training(net, ours(net, max_grad_norm=max_norm), rank).run()
-    net = sharded(mesh, policy)
-    optimizer = ours(net, offload=WORKER, max_grad_norm=max_norm)
+    net = sharded_net(mesh, policy)
+    expected = Training(net, sharded_optimizer(net, max_grad_norm=max_norm), rank).run()
+    net = sharded_net(mesh, policy)
+    optimizer = sharded_optimizer(net, offload=WORKER, max_grad_norm=max_norm)
     for mine, theirs in zip(Training(net, optimizer, rank).run(), expected, strict=True):
         assert_bitwise(mine[1:], theirs[1:], f"{policy}, {max_norm}, {mine[0]}")
     optimizer.close()
@@ -123,8 +134,8 @@ def test_edits_of_gradients_before_the_step_count(world_size: int, policy: Any, 
 
 def _read_once(rank: int, world_size: int, reduction: Any) -> None:
     """The copy adds up the squares, and what the placement is given lies in the arena."""
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=WORKER, reduction=reduction, max_grad_norm=NEVER)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=WORKER, reduction=reduction, max_grad_norm=NEVER)
     copied: list[bool] = []
     take: Any = ArenaShard.take_grads
 
@@ -161,8 +172,8 @@ def _read_once(rank: int, world_size: int, reduction: Any) -> None:
 
 def _asked_anew(rank: int, world_size: int) -> None:
     """What the user's clipping measures beforehand is no question of the step's."""
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=WORKER, checks=zero_opt.Checks(nonfinite="skip"))
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=WORKER, checks=zero_opt.Checks(nonfinite="skip"))
     known = list[bool]()
     for step in range(3):
         optimizer.zero_grad()
@@ -194,9 +205,9 @@ def test_a_step_reads_gradients_once(reduction: Any) -> None:
 
 def _measured_anew(rank: int, world_size: int) -> None:
     """A step that is skipped has added up squares, and the next norm is of other values."""
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
     checks = zero_opt.Checks(nonfinite="skip")
-    optimizer = ours(net, offload=WORKER, max_grad_norm=NEVER, checks=checks)
+    optimizer = sharded_optimizer(net, offload=WORKER, max_grad_norm=NEVER, checks=checks)
     for step in range(2):
         optimizer.zero_grad()
         backward(net, step, rank)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zero_opt
-from test.support.fsdp_models import WIDTH, backward, local_state, locals_of, mesh_of, ours, sharded
+from test.support.fsdp_models import WIDTH, backward, local_state, locals_of, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import assert_bitwise, run_processes
 from zero_opt.errors import (
     ConfigConflict,
@@ -45,9 +45,9 @@ def _refuse(error: type[Exception], words: str, call: Callable[..., Any], *args:
 
 
 def _copies(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
     for offload in (None, zero_opt.CPUOffload()):
-        optimizer = ours(net, offload=offload)
+        optimizer = sharded_optimizer(net, offload=offload)
         backward(net, 0, rank)
         optimizer.step()
         for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda opt: torch.save(opt, io.BytesIO())):
@@ -63,7 +63,7 @@ def test_copies_are_refused(world_size: int) -> None:
 
 
 def _construction(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
     make, params = zero_opt.ShardedOptimizer, list(net.parameters())
     mesh = params[0].device_mesh  # type: ignore[attr-defined]
     plain = nn.Parameter(torch.ones(3))
@@ -92,7 +92,7 @@ def _construction(rank: int, world_size: int) -> None:
     assert len(optimizer.param_groups) == 1
     optimizer.close()
     for offload in (None, WORKER):
-        optimizer = ours(net, offload=offload)
+        optimizer = sharded_optimizer(net, offload=offload)
         _refuse(UnsupportedParam, "plain tensor", optimizer.add_param_group, {"params": [plain]})
         _refuse(ConfigError, r"\[0, 1\]", optimizer.consolidate_state_dict, 2)
         _refuse(ConfigTypeError, "must be a rank", optimizer.consolidate_state_dict, "0")
@@ -109,7 +109,7 @@ def _accepted(rank: int, world_size: int) -> None:
     found = []
     for reduction in (zero_opt.Overlapped(), zero_opt.AtStep(), reduced):
         for offload in (None, WORKER):
-            net = sharded(mesh_of((world_size,)))
+            net = sharded_net(mesh_of((world_size,)))
             extra = nn.Parameter(torch.ones(WIDTH))
             params = [*net.parameters(), *([extra] if reduction is reduced else [])]
             # Of both kinds at once torch's classes take none but one by one.
@@ -134,11 +134,11 @@ def test_a_reduction_that_has_happened_is_accepted() -> None:
 
 
 def _unsharded(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
     sharded_params = list(net.parameters())
     net(torch.ones(4, WIDTH))  # the root keeps what it has gathered, for the backward
     for offload in (None, WORKER):
-        _refuse(ParamsUnsharded, r"call model.reshard\(\)", ours, net, offload=offload)
+        _refuse(ParamsUnsharded, r"call model.reshard\(\)", sharded_optimizer, net, offload=offload)
     whole = fully_shard(nn.Linear(4, 4), mesh=mesh_of((world_size,)))
     whole(torch.ones(2, 4))  # no parameter looks like one of FSDP
     _refuse(ParamsUnsharded, r"'weight' of shape \(4, 4\)", zero_opt.ShardedOptimizer, whole.parameters(), AdamW)
@@ -147,7 +147,7 @@ def _unsharded(rank: int, world_size: int) -> None:
     plain.close()
     net.reshard()
     for offload in (None, WORKER, LATER, EARLY):
-        optimizer = ours(net, offload=offload)
+        optimizer = sharded_optimizer(net, offload=offload)
         for step in range(2):
             backward(net, step, rank)
             before, state = locals_of(sharded_params), local_state(optimizer)
@@ -177,8 +177,8 @@ def test_gathered_copies_are_neither_taken_nor_left_behind() -> None:
 
 def _cast(rank: int, world_size: int) -> None:
     for offload in (WORKER, LATER, EARLY):
-        net = sharded(mesh_of((world_size,)), MixedPrecisionPolicy())
-        optimizer = ours(net, offload=offload)
+        net = sharded_net(mesh_of((world_size,)), MixedPrecisionPolicy())
+        optimizer = sharded_optimizer(net, offload=offload)
         net.to(torch.bfloat16)
         net(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
         _refuse(UnsupportedParam, "was torch.float32 .* and is torch.bfloat16", optimizer.step)
@@ -191,8 +191,8 @@ def test_a_model_that_is_cast_later_is_refused_in_the_step() -> None:
 
 def _misfits(rank: int, world_size: int) -> None:
     for offload in (None, WORKER):
-        net = sharded(mesh_of((world_size,)))
-        optimizer = ours(net, offload=offload)
+        net = sharded_net(mesh_of((world_size,)))
+        optimizer = sharded_optimizer(net, offload=offload)
         backward(net, 0, rank)
         optimizer.step()
         saved, before = copy.deepcopy(optimizer.state_dict()), local_state(optimizer)
@@ -314,8 +314,8 @@ def test_state_of_a_part_of_another_shape_is_refused() -> None:
 
 
 def _shared_cores(rank: int, world_size: int) -> Any:
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=LATER)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=LATER)
     engine: Any = optimizer._engine
     confined = engine.placement._confined
     optimizer.close()
@@ -327,7 +327,7 @@ def test_ranks_of_one_host_share_its_cores() -> None:
 
 
 def _norm_without_a_rank(rank: int, world_size: int) -> str:
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
     optimizer = zero_opt.ShardedOptimizer(net.parameters(), AdamW, fused=True, max_grad_norm=1.0)
     backward(net, 0, rank)
     if rank:
@@ -344,16 +344,16 @@ def test_a_rank_that_is_lost_while_the_norm_is_taken_has_a_name() -> None:
 
 
 def _limits_that_differ(rank: int, world_size: int, offload: Any) -> list[str]:
-    net, said = sharded(mesh_of((world_size,))), []
+    net, said = sharded_net(mesh_of((world_size,))), []
     for one, other in (
         ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}),
         ({"max_grad_norm": 1.0}, {}),
         ({}, {"checks": zero_opt.Checks(nonfinite="raise")}),
     ):
         with pytest.raises(RankMismatch) as caught:
-            ours(net, offload=offload, **(other if rank else one))
+            sharded_optimizer(net, offload=offload, **(other if rank else one))
         said.append(str(caught.value))
-    optimizer = ours(net, offload=offload, max_grad_norm=0.5)
+    optimizer = sharded_optimizer(net, offload=offload, max_grad_norm=0.5)
     before = locals_of(net.parameters())
     backward(net, 0, rank)
     with pytest.raises(RankMismatch) as caught:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zero_opt
-from test.support.fsdp_models import Net, backward, locals_of, mesh_of, sharded
+from test.support.fsdp_models import Net, backward, locals_of, mesh_of, sharded_net
 from test.support.harness import assert_bitwise, run_processes
 
 STEPS = 3
@@ -46,7 +46,7 @@ def _shard_later(net: Net, mesh: Any, opt: torch.optim.Optimizer) -> Net:
 def _fsdp(rank: int, world_size: int, offload: Any, fused: bool) -> None:
     mesh = mesh_of((world_size,))
     options: Any = {"lr": 0.02, "fused": fused}
-    net = sharded(mesh)
+    net = sharded_net(mesh)
     plain = torch.optim.AdamW(net.parameters(), **options)
     wanted, norms = [], []
     for step in range(STEPS):
@@ -85,8 +85,10 @@ def test_fully_shard_after_an_optimizer_with_an_offload(offload: str) -> None:
 def _sharded_again(rank: int, world_size: int, offload: Any) -> None:
     """DTensors in the place of DTensors: what is known of the mesh, for the norm, is that of the new ones."""
     mesh, halves = mesh_of((world_size,)), mesh_of((2, world_size // 2))
-    opt = zero_opt.ShardedOptimizer(sharded(mesh).parameters(), torch.optim.AdamW, lr=0.02, fused=True, offload=offload)
-    net = sharded(halves)
+    opt = zero_opt.ShardedOptimizer(
+        sharded_net(mesh).parameters(), torch.optim.AdamW, lr=0.02, fused=True, offload=offload
+    )
+    net = sharded_net(halves)
     opt.param_groups[0]["params"] = list(net.parameters())
     backward(net, 0, rank)
     wanted = torch.nn.utils.get_total_norm([param.grad for param in net.parameters() if param.grad is not None])
@@ -173,7 +175,7 @@ def _replaced_group(rank: int, world_size: int) -> None:
     """A dict in the place of another one, with the same parameters: its hyperparameters count."""
     found = []
     for edited in (False, True):
-        net = sharded(mesh_of((world_size,)))
+        net = sharded_net(mesh_of((world_size,)))
         lr = 0.02 if edited else 0.5
         opt = zero_opt.ShardedOptimizer(
             net.parameters(), torch.optim.AdamW, lr=lr, fused=True, offload=OFFLOADS["host"]

@@ -21,9 +21,9 @@ from test.support.fsdp_models import (
     local_state,
     locals_of,
     mesh_of,
-    ours,
     set_lr,
-    sharded,
+    sharded_net,
+    sharded_optimizer,
 )
 from test.support.harness import assert_bitwise, run_processes
 
@@ -121,11 +121,11 @@ def _steps_as_torch(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     mesh = mesh_of(shape)
     for policy, max_norm, keeps in RUNS[shape]:
         left_out = "" if max_norm is None else "kept"  # torch keeps clipped gradients, and zero_opt those before
-        net = sharded(mesh, policy)
-        plain = ours(net, max_grad_norm=max_norm)  # the wrapped class, which is given the DTensors
+        net = sharded_net(mesh, policy)
+        plain = sharded_optimizer(net, max_grad_norm=max_norm)  # the wrapped class, which is given the DTensors
         expected = Training(net, plain, rank).run(left_out)
-        net = sharded(mesh, policy)
-        optimizer = ours(net, offload=SPECULATING, reduction=SMALL, max_grad_norm=max_norm)
+        net = sharded_net(mesh, policy)
+        optimizer = sharded_optimizer(net, offload=SPECULATING, reduction=SMALL, max_grad_norm=max_norm)
         found = Training(net, optimizer, rank).run(left_out)
         for mine, theirs in zip(found, expected, strict=True):
             assert_bitwise(mine[1:], theirs[1:], f"{policy}, {max_norm}, {mine[0]}")
@@ -142,7 +142,7 @@ def test_steps_are_those_of_torch(shape: tuple[int, ...]) -> None:
 
 def _consumed(rank: int, world_size: int) -> None:
     """Backward sends what it sends without the optimizer. ``p.grad`` refuses to be read until it is dropped."""
-    net = sharded(mesh_of((world_size,)))
+    net = sharded_net(mesh_of((world_size,)))
 
     def sent() -> int:
         loss = net(torch.ones(4, WIDTH)).square().mean()
@@ -153,7 +153,7 @@ def _consumed(rank: int, world_size: int) -> None:
 
     alone = sent()
     net.zero_grad()
-    optimizer = ours(net, offload=SPECULATING, reduction=SMALL)
+    optimizer = sharded_optimizer(net, offload=SPECULATING, reduction=SMALL)
     assert sent() == alone > 0
     grad: Any = net.down.weight.grad
     assert isinstance(grad, DTensor) and grad.placements == net.down.weight.placements  # type: ignore[attr-defined]
@@ -175,14 +175,14 @@ def test_gradients_are_consumed_as_those_of_plain_parameters() -> None:
 
 
 def _raises_at_its_first_gradient(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((1,)))
+    net = sharded_net(mesh_of((1,)))
 
     def trip(_: Tensor) -> None:
         raise KeyError("of the user's")
 
     trained = [param for param in net.parameters() if param.requires_grad]
     handles = [param.register_post_accumulate_grad_hook(trip) for param in trained]
-    optimizer = ours(net, offload=SPECULATING, reduction=SMALL)
+    optimizer = sharded_optimizer(net, offload=SPECULATING, reduction=SMALL)
     before = locals_of(net.parameters())
     with pytest.raises(KeyError):
         backward(net, 0, rank)

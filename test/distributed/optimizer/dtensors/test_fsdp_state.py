@@ -26,9 +26,9 @@ from test.support.fsdp_models import (
     local_state,
     locals_of,
     mesh_of,
-    ours,
     set_lr,
-    sharded,
+    sharded_net,
+    sharded_optimizer,
 )
 from test.support.harness import assert_bitwise, run_processes
 
@@ -54,8 +54,8 @@ def _whole(values: Any) -> Any:
 
 
 def _shown(rank: int, world_size: int) -> None:
-    net = sharded(mesh_of((2, 2)))
-    optimizer = ours(net, offload=WORKER)
+    net = sharded_net(mesh_of((2, 2)))
+    optimizer = sharded_optimizer(net, offload=WORKER)
     _train(net, optimizer, rank, range(2))
     for param in (net.up.weight, net.head.weight):
         state: Any = optimizer.state[param]
@@ -83,9 +83,9 @@ def _edited(rank: int, world_size: int) -> None:
     """In place, replaced by one cut alike, by a whole tensor, by none at all."""
     found = []
     for offload in (False, WORKER):
-        net = sharded(mesh_of((world_size,)))
+        net = sharded_net(mesh_of((world_size,)))
         plain = torch.optim.AdamW(groups_of(net), lr=0.02, fused=True)
-        optimizer: Any = plain if offload is False else ours(net, offload=offload)
+        optimizer: Any = plain if offload is False else sharded_optimizer(net, offload=offload)
         _train(net, optimizer, rank, range(2))
         up, down = optimizer.state[net.up.weight], optimizer.state[net.down.weight]
         up["exp_avg"].mul_(3)
@@ -107,8 +107,8 @@ def test_edited_state_is_what_is_stepped() -> None:
 
 def _consolidated(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     for offload in (None, WORKER):
-        net = sharded(mesh_of(shape))
-        optimizer = ours(net, offload=offload)
+        net = sharded_net(mesh_of(shape))
+        optimizer = sharded_optimizer(net, offload=offload)
         _train(net, optimizer, rank, range(3))
         expected = _whole({i: dict(s) for i, s in enumerate(map(optimizer.state.get, _params(optimizer))) if s})
         optimizer.consolidate_state_dict(to=1)
@@ -160,8 +160,8 @@ def _count(optimizer: Any, param: Any) -> None:
 
 
 def _edited_at_version_0(rank: int, world_size: int, offload: Any, edit: Any) -> None:
-    net = sharded(mesh_of((world_size,)))
-    param, optimizer = net.up.weight, ours(net, offload=offload)
+    net = sharded_net(mesh_of((world_size,)))
+    param, optimizer = net.up.weight, sharded_optimizer(net, offload=offload)
     _train(net, optimizer, rank, range(1))
     if offload is None:
         optimizer.state[param]["number"] = 1
@@ -196,7 +196,7 @@ def test_new_numbers_are_in_the_state_dict() -> None:
 
 def _loaded(rank: int, world_size: int) -> None:
     """From itself, from torch's optimizer, whole, and from another mesh; training goes on with the same bits."""
-    source_net = sharded(mesh_of((2, 2)), BF16)
+    source_net = sharded_net(mesh_of((2, 2)), BF16)
     source = torch.optim.AdamW(groups_of(source_net), lr=0.02, fused=True)
     _train(source_net, source, rank, range(3))
     saved, values = copy.deepcopy(source.state_dict()), [p.full_tensor().detach() for p in source_net.parameters()]
@@ -204,11 +204,11 @@ def _loaded(rank: int, world_size: int) -> None:
     _train(source_net, source, rank, range(3, 5))
     for offload in (None, WORKER, LATER):
         for given, shape in ((saved, (2, 2)), (whole, (2, 2)), (saved, (4,))):
-            net = sharded(mesh_of(shape), BF16)
+            net = sharded_net(mesh_of(shape), BF16)
             with torch.no_grad():
                 for param, value in zip(net.parameters(), values, strict=True):
                     param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))
-            optimizer = ours(net, offload=offload, lr=1.0)
+            optimizer = sharded_optimizer(net, offload=offload, lr=1.0)
             optimizer.load_state_dict(given)
             state = _whole(optimizer.state_dict()["state"])
             assert_bitwise(state, whole["state"], f"{offload}, {shape}")
@@ -233,8 +233,8 @@ def _with_masters(rank: int, world_size: int, folder: str) -> None:
     ]
     mesh, found = mesh_of((world_size,)), []
     for tier in tiers:
-        net, other = (sharded(mesh, ragged=True, dtype=torch.bfloat16) for _ in range(2))
-        optimizer, resumed = ours(net, **tier), ours(other, **tier)
+        net, other = (sharded_net(mesh, ragged=True, dtype=torch.bfloat16) for _ in range(2))
+        optimizer, resumed = sharded_optimizer(net, **tier), sharded_optimizer(other, **tier)
         _train(net, optimizer, rank, range(3))
         with torch.no_grad():
             for copied, param in zip(other.parameters(), net.parameters(), strict=True):
@@ -262,16 +262,16 @@ def test_masters_of_dtensors_are_alike_wherever_they_are(tmp_path: Path) -> None
 
 
 def _save(rank: int, world_size: int, folder: Path, offload: Any, own: bool) -> Any:
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=offload)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=offload)
     _train(net, optimizer, rank, range(3))
     dcp.save({"optimizer": _state_dict(net, optimizer, own=own)}, checkpoint_id=folder)
     return {name: _whole({0: optimizer.state.get(p, {})})[0] for name, p in net.named_parameters()}
 
 
 def _load(rank: int, world_size: int, folder: Path, offload: Any, own: bool) -> Any:
-    net = sharded(mesh_of((world_size,)))
-    optimizer = ours(net, offload=offload)
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=offload)
     found = {"optimizer": _state_dict(net, optimizer, own=own)}
     dcp.load(found, checkpoint_id=folder)
     if own:
@@ -297,8 +297,8 @@ def test_a_checkpoint_is_loaded_at_another_number_of_ranks(tmp_path: Path, offlo
 def _full(rank: int, world_size: int) -> None:
     """As torch's optimizer gives it."""
     found, options = [], StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for make in (lambda net: torch.optim.AdamW(groups_of(net), lr=0.02, fused=True), ours):
-        net = sharded(mesh_of((world_size,)))
+    for make in (lambda net: torch.optim.AdamW(groups_of(net), lr=0.02, fused=True), sharded_optimizer):
+        net = sharded_net(mesh_of((world_size,)))
         optimizer = make(net)
         _train(net, optimizer, rank, range(2))
         found.append(get_optimizer_state_dict(net, optimizer, options=options))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
-from test.support.half_params import HALVES, OVERLAPPED, backward, make_params
+from test.support.half_params import HALVES, backward, make_params
 from test.support.half_params import train as train_halves
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import BUCKET_MB, case, expected, train
+from test.support.scenario import BUCKET_MB, OVERLAPPED, case, expected, train
 from zero_opt.placement.in_process import host_offload
 from zero_opt.placement.in_process.host_offload import InHost
 from zero_opt.placement.in_process.units import InPlace, Mastered

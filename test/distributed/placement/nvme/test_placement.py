@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.nvme_training import in_file, make, placement_of, step_copies_of_params
-from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
-from test.support.worker_training import DTYPES, LRS, NATIVE, OVERLAPPED, SHAPES, backward, make_params, simulate
+from test.support.scenario import BUCKET_MB, OVERLAPPED, Case, case, expected, train, values
+from test.support.worker_training import DTYPES, LRS, NATIVE, SHAPES, backward, make_params, simulate
 from zero_opt.placement.nvme.extents import Segment
 from zero_opt.placement.nvme.step import FileStep
 

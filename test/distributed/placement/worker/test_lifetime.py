@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.scenario import values
+from test.support.scenario import OVERLAPPED, values
+from test.support.tripwire import Failed, Tripwire
 from test.support.worker_training import (
     DTYPES,
     LATER,
     NOW,
-    OVERLAPPED,
     backward,
     make,
     make_params,
@@ -141,24 +141,14 @@ def test_an_interrupted_step_is_finished_by_a_flush() -> None:
     assert_bitwise(values_of(params), values_of(again))
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ZeroDivisionError
-
-
 def _break_backward(rank: int, world_size: int, offload: Any, broken: bool) -> Any:
     params = make_params()
     optimizer = make(params, offload=offload)
     for step in range(4):
         optimizer.zero_grad()
         if broken and step == 2:
-            with pytest.raises(ZeroDivisionError):
-                (_Boom.apply(params[0]).sum() + params[3] * 7 + params[2].sum()).backward()
+            with pytest.raises(Failed):
+                (Tripwire.apply(params[0]).sum() + params[3] * 7 + params[2].sum()).backward()
             optimizer.zero_grad()
         backward(params, step, rank)
         optimizer.step()

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_params import as_they_are
-from test.support.scenario import BUCKET_MB, Case, case, expected, train, values
+from test.support.scenario import BUCKET_MB, OVERLAPPED, Case, case, expected, train, values
 from test.support.worker_training import (
     DTYPES,
     LATER,
     NATIVE,
     NOW,
-    OVERLAPPED,
     SHAPES,
     assert_as_simulated,
     backward,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
 from test.support.late_params import as_they_are
+from test.support.scenario import OVERLAPPED
 from test.support.worker_training import (
     DTYPES,
     LRS,
-    OVERLAPPED,
     assert_as_simulated,
     backward,
     make,

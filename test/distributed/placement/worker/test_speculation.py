@@ -19,6 +19,7 @@ from test.support.harness import assert_bitwise, run_processes
 from test.support.late_results import slowly
 from test.support.sampling import EVERY_CASE
 from test.support.scenario import BUCKET_MB, values
+from test.support.tripwire import Failed, Tripwire
 from test.support.worker_training import (
     DTYPES,
     NOW,
@@ -61,16 +62,6 @@ def placement_of(optimizer: zero_opt.ShardedOptimizer) -> Any:
     return engine.placement
 
 
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ArithmeticError("in backward")
-
-
 class _Held(nn.Module):
     """Its forward gives its parameter."""
 
@@ -106,7 +97,7 @@ class _Mixed:
         if kind == "overflow" and self.rank == 0:
             grads[0].view(-1)[3] = float("inf")
         if kind == "raises" and part == 0:
-            params[0] = _Raises.apply(params[0])
+            params[0] = Tripwire.apply(params[0])
         torch.autograd.backward(params, [grad * factor for grad in grads])
 
     def before(self, step: int, kind: str) -> None:
@@ -120,7 +111,7 @@ class _Mixed:
             self.backward(step, kind, part=1)
             self.optimizer.zero_grad()
         elif kind == "raises":
-            with pytest.raises(ArithmeticError):
+            with pytest.raises(Failed):
                 self.backward(step, kind)
             self.optimizer.zero_grad()
 

@@ -22,7 +22,7 @@ import torch
 
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
-from test.support.worker_trainer import NUMEL, Trainer, gone
+from test.support.worker_beside import NUMEL, Trainer, ends
 from zero_opt import OutOfMemory, OutOfResources, WorkerDied, WorkerFailed
 from zero_opt.placement.worker import process as worker_process
 from zero_opt.system import shared_memory
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_replaced(trainers: Callable[..., Trainer], caplog: p
             trainer.worker.wait(sequence)
             trainer.check()
             trainer.step()
-            assert gone(victim)
+            assert ends(victim)
             assert trainer.worker.deaths <= deaths
     assert trainer.worker.deaths
     assert len(caplog.records) == trainer.worker.deaths
@@ -145,7 +145,7 @@ def test_a_worker_that_dies_between_steps_is_replaced(trainers: Callable[..., Tr
     trainer.step()
     victim = trainer.pid
     os.kill(victim, signal.SIGKILL)
-    assert gone(victim)
+    assert ends(victim)
     trainer.step()
     assert trainer.worker.deaths == 1
 
@@ -157,7 +157,7 @@ def test_a_stopped_worker_is_replaced(trainers: Callable[..., Trainer], caplog: 
     with caplog.at_level(logging.WARNING, "zero_opt"):
         trainer.step()
     assert "made no progress for 3 s and was killed" in caplog.text
-    assert gone(victim)
+    assert ends(victim)
 
 
 def _broken_main(folder: Path) -> Path:
@@ -218,7 +218,7 @@ def test_descriptors_that_the_program_has_closed_do_not_keep_it_from_closing(
     with pytest.raises(WorkerFailed, match=r"Bad file descriptor; has the program closed"):
         trainer.submit()
     worker.close()
-    assert gone(victim)
+    assert ends(victim)
     assert caplog.text.count("the program has closed file descriptor") == 3
 
 
@@ -237,7 +237,7 @@ def test_memory_and_successors_that_need_descriptors_which_the_program_has_close
         WorkerFailed, match=r"memory cannot be made longer .*Bad file descriptor\); has the program closed"
     ):
         trainer.worker.extend(1 << 16)
-    assert gone(victim)
+    assert ends(victim)
     monkeypatch.setattr(worker_process.subprocess, "Popen", closed)
     with pytest.raises(WorkerFailed, match=r"cannot start a worker: .*Bad file descriptor; has the program closed"):
         trainer.worker.start()
@@ -259,7 +259,7 @@ def test_a_successor_without_descriptors_names_the_limit(trainers: Callable[...,
     trainer = trainers(max_deaths=3)
     victim = trainer.pid
     os.kill(victim, signal.SIGKILL)
-    assert gone(victim)
+    assert ends(victim)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sequence = trainer.submit()
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -277,7 +277,7 @@ def test_deaths_at_one_place_are_an_error_and_nothing_is_lost(
     trainer = trainers(max_deaths=3)
     victim = trainer.pid
     os.kill(victim, signal.SIGKILL)
-    assert gone(victim)
+    assert ends(victim)
     sequence = trainer.submit()
     with monkeypatch.context() as patch:
         patch.setattr(worker_process, "_MAIN", _broken_main(tmp_path))
@@ -343,7 +343,7 @@ def test_ctrl_c_loses_no_worker(trainers: Callable[..., Trainer], monkeypatch: p
     """Just after the process has come into being."""
     trainer = trainers()
     os.kill(trainer.pid, signal.SIGKILL)
-    assert gone(trainer.pid)
+    assert ends(trainer.pid)
     sequence = trainer.submit()
     main, begun = threading.main_thread().ident, []
     assert main is not None
@@ -367,7 +367,7 @@ def test_ctrl_c_loses_no_worker(trainers: Callable[..., Trainer], monkeypatch: p
     trainer.worker.extend(4096)
     trainer.worker.start()
     trainer.step()
-    assert gone(begun[0])
+    assert ends(begun[0])
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -390,7 +390,7 @@ def test_it_goes_with_its_trainer(stopped: bool) -> None:
     pid = ours.recv()
     process.kill()
     process.join(PATIENCE_S)
-    assert gone(pid)
+    assert ends(pid)
 
 
 def test_it_goes_when_exec_replaces_its_trainer() -> None:
@@ -404,7 +404,7 @@ def test_it_goes_when_exec_replaces_its_trainer() -> None:
     process = context.Process(target=train)
     start(process)
     assert ours.poll(PATIENCE_S)
-    assert gone(ours.recv())
+    assert ends(ours.recv())
     assert process.is_alive()
     process.kill()
     process.join(PATIENCE_S)
@@ -442,7 +442,7 @@ def test_daemonic_processes_can_have_one() -> None:
         trainer.worker.close()
         return pid
 
-    assert gone(in_fork(train, daemon=True))
+    assert ends(in_fork(train, daemon=True))
 
 
 def test_closing_ends_it_and_keeps_its_memory() -> None:
@@ -451,7 +451,7 @@ def test_closing_ends_it_and_keeps_its_memory() -> None:
     pid, arrays = trainer.pid, trainer.arrays()
     trainer.worker.close()
     trainer.worker.close()
-    assert gone(pid)
+    assert ends(pid)
     assert_bitwise(arrays, trainer.own)
 
 
@@ -460,4 +460,4 @@ def test_one_that_nobody_has_any_more_is_ended() -> None:
     pid = trainer.pid
     del trainer
     gc.collect()
-    assert gone(pid)
+    assert ends(pid)

@@ -93,8 +93,8 @@ class Trainer:
         assert_bitwise(self.arrays(), self.own)
 
 
-def gone(pid: int) -> bool:
-    """Whether a process ends soon; one that is no more has ended."""
+def ends(pid: int) -> bool:
+    """Wait for a process to end; return whether it has."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_threads
-from test.support.scenario import BUCKET_MB, add, mean, values
+from test.support.scenario import AT_STEP, OVERLAPPED, add_locally, mean, values
 
 SHAPES = ((70, 3), (65,), (), (300,), (64,))
 ADDED = ((33, 2), (5,), (129,), ())
@@ -56,7 +56,7 @@ class Player:
         self._board, self._saves = {} if board is None else board, 0
         self.params = [make_param(index) for index in range(len(SHAPES))]
         self.opt = self._made([{"params": self.params[:3]}, {"params": self.params[3:], "lr": 0.02}])
-        self._sums: dict[int, dict[int, Tensor]] = {}
+        self._sums: dict[int, list[Tensor | None]] = {}
 
     def _made(self, groups: Any) -> Any:
         if self.rank is None:
@@ -78,7 +78,7 @@ class Player:
         for index in local[0]:
             param, parts = self.params[index], [found[index] for found in local]
             if self.rank is None and isinstance(self.how.reduction, zero_opt.AtStep):
-                self._add_locally(index, parts, world_size)
+                param.grad = add_locally(self._sums, index, parts)
             elif (grad := mean(parts) if self.rank is None else parts[0]) is not None:
                 used.append(param)
                 grads.append(grad)
@@ -94,15 +94,6 @@ class Player:
         if all(grad is None for grad in found.values()):
             found = {index: local_grad(number, rank, index, 0, bad) for index in trainable}
         return found
-
-    def _add_locally(self, index: int, parts: Sequence[Tensor | None], world_size: int) -> None:
-        """AtStep: each rank adds up its own gradients, and the mean is taken of the sums."""
-        sums = self._sums.setdefault(index, {})
-        for rank, part in enumerate(parts):
-            total = add(sums.get(rank), part)
-            if total is not None:
-                sums[rank] = total
-        self.params[index].grad = mean([sums.get(rank) for rank in range(world_size)])
 
     def do_step(self, world_size: int) -> None:
         """step(), and zero_grad() after it; the plain one leaves out what the ranks skip."""
@@ -216,7 +207,7 @@ def check_script(how: How, script: Sequence[tuple[int, Sequence[Operation]]]) ->
         before = outcomes[0][0]
 
 
-REDUCTIONS = (zero_opt.Overlapped(BUCKET_MB), zero_opt.AtStep(BUCKET_MB))
+REDUCTIONS = (OVERLAPPED, AT_STEP)
 CLASSES = (torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop)
 # An offload would take the fused formula.
 OPTIONS: dict[Any, dict[str, Any]] = {torch.optim.Adam: {"fused": False}}
