@@ -227,7 +227,7 @@ def _comes_late(rank: int, world_size: int, place: str) -> tuple[str, str]:
     pids = [int(pid) for pid in optimizer._group.all_gather_bytes(str(os.getpid()).encode())]
     if rank == 1:
         assert until(lambda: all(process_identity._stat(pids[other])[0] in "ZXx" for other in (0, 2)), PATIENCE_S)
-    said = _lost_in(lambda: take_step(params, optimizer))
+    said = lost_in(lambda: take_step(params, optimizer))
     if rank != 1:
         process_exit.serve_to_the_end()
         os._exit(said[0] != "PeerSilent" or not said[1].startswith("rank 1 "))
