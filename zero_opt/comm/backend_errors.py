@@ -49,6 +49,11 @@ def backend_words(error: Exception | None) -> str:
     return "" if cause is None else first_line(cause)
 
 
+def aside(text: str) -> str:
+    """Return a backend's words as messages end with them; "" if there are none."""
+    return f" ({text})" if text else ""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from ..system.waiting import until
-from .backend_errors import closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
+from .backend_errors import aside, closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
 from .departures import Departure, Departures, How, Posted, RankNames, go_on
 from .process_identity import ENDED, ProcessIdentity
@@ -260,7 +260,7 @@ class Watch:
         """Return the error where a rank has given up waiting for others, or for this one; ``None`` if none has."""
         silent, missing = self.departures.silent, self.missing(waited)
         if self._rank in silent and not missing:  # else name those
-            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where} ({text})")
+            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where}{aside(text)}")
         return self._not_come(missing or silent, waited, text) if silent else None
 
     def _not_come(self, missing: Sequence[int], waited: float, text: str) -> PeerSilent:
@@ -272,7 +272,7 @@ class Watch:
             missing,
             f"{self.name(missing)} {have} not come to {self.where}{f' in {waited:.1f} s' * (waited >= _SAID_S)}, and "
             f"{self.last(missing)}: {self.alone(missing)}; look at what {does}, and whether all ranks step several "
-            f"optimizers in one order (as Join lists them all), or wait longer with {self.timeout_option} ({text})",
+            f"optimizers in one order (as Join lists all), or wait longer with {self.timeout_option}{aside(text)}",
         )
 
     def _lost_unknown(self, text: str, missing: Sequence[int]) -> PeerLost:
@@ -413,9 +413,8 @@ class Watch:
         how, them = ("have ended", "them") if len(ranks) > 1 else ("has ended", "it")
         how += "" if departure.rank in self._near else ", or its host does not answer,"
         waits = f"{how} while {waiting or f'{self.where} waits for {them}'}, and {self.last(ranks)}"
-        backend = f" ({text})" if text and unannounced else ""
         name = self.name(ranks) if unannounced else self.name.of(departure.rank)
-        return PeerLost(departure.text(name, waits) + backend)
+        return PeerLost(departure.text(name, waits) + aside(text) * unannounced)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ..sharding.wrapped_class import needs_closure
 from ..system.inference_mode import version_of
 from ..system.log import log
 from .hyperparameters import require_types
+
+# Classes of whose zero_grad() the log has told.
+_logged: WeakSet[type[torch.optim.Optimizer]] = WeakSet()
 
 
 @contextmanager
@@ -95,15 +99,18 @@ def _refuse_untold(template: torch.optim.Optimizer) -> None:
             f"{name} writes to its parameters when it is constructed, and cannot be sharded over several ranks, nor "
             "with an offload or masters; write to them before that"
         )
+    saved: Mapping[str, Any] = {}
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
-        own = template.state_dict().keys() - {"state", "param_groups"}
-        if own:
-            raise UnsupportedOptimizer(
-                f"{name} saves {', '.join(map(repr, sorted(map(str, own))))} in its state dict beside state and param "
-                "groups, which would be in no checkpoint over several ranks, nor with an offload or masters; keep it "
-                "in the param groups"
-            )
-    if cls.zero_grad is not torch.optim.Optimizer.zero_grad:
+        with suppress(Exception):  # a class may save itself by other functions
+            saved = template.state_dict()
+    if own := saved.keys() - {"state", "param_groups"}:
+        raise UnsupportedOptimizer(
+            f"{name} saves {', '.join(map(repr, sorted(map(str, own))))} in its state dict beside state and param "
+            "groups, which would be in no checkpoint over several ranks, nor with an offload or masters; keep it in "
+            "the param groups"
+        )
+    if cls.zero_grad is not torch.optim.Optimizer.zero_grad and cls not in _logged:
+        _logged.add(cls)
         log.warning("%s.zero_grad() is not called: over several ranks opt.zero_grad() drops gradients itself", name)
 
 

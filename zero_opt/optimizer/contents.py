@@ -29,7 +29,7 @@ def _comparable(value: Any) -> Any:
         return value.item()
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         return tuple((repr(key), _comparable(item)) for key, item in sorted(value.items(), key=_by_name))
     value = plain_number(value)
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)

@@ -57,7 +57,6 @@ from ..reduction.grad_norm import (
 from ..reduction.nonfinite import skips_step
 from ..sharding.buckets import GradBucket
 from ..sharding.late_params import await_others
-from ..sharding.wrapped_class import evaluated
 from ..system.log import log
 from ..system.phases import Phase
 from .arguments import check_options, refusal_of_step
@@ -86,13 +85,13 @@ class ShardedEngine(BetweenSteps):
         error = error or refusal_of_step(closure, options)
         with torch.enable_grad():
             loss = closure() if closure is not None and error is None else None
-        self.placement.closure = None if closure is None else evaluated(self._config.optimizer_class, loss)
+        self.placement.loss = () if closure is None else (loss,)
         try:
             with torch.no_grad(), self._of_all_ranks(), self.parts.figures.call():
                 self._update(*self.reduce(error=error))
                 self._end_figures()
         finally:
-            self.placement.closure = None  # which holds the loss, and that its graph
+            self.placement.loss = ()  # which holds its graph
         return loss
 
     def _end_figures(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -35,10 +35,10 @@ class Placement(ABC):
     implemented here suits a placement that never has a pending step.
 
     Attributes:
-        closure: of the user's step under way, which has been evaluated; see :func:`evaluated`.
+        loss: what the closure of the user's step under way has returned, if there is one.
     """
 
-    closure: Callable[[], Any] | None = None
+    loss: tuple[Any, ...] = ()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, quoted
 from ..kernels.table import NATIVE_CLASSES
+from ..system.inference_mode import versions_of
 from .param_groups import param_name
 
 _OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -105,17 +107,24 @@ def needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def evaluated(cls: type[torch.optim.Optimizer], loss: Any) -> Callable[[], Any] | None:
-    """Return what stands for a closure that has returned ``loss``, for one step of the class; None if it takes none."""
-    if "closure" not in inspect.signature(cls.step).parameters:
+def evaluated(
+    cls: type[torch.optim.Optimizer], loss: Sequence[Any], stepped: Sequence[tuple[Tensor, Tensor]]
+) -> Callable[[], Any] | None:
+    """Return what stands for a closure that has been evaluated, for one step of the class; None if it takes none.
+
+    Args:
+        loss: what the closure has returned; empty if there is none. stepped: first of each pair, what the class steps.
+    """
+    if not loss or "closure" not in inspect.signature(cls.step).parameters:
         return None
-    losses = [loss]
+    losses, params = [*loss], [part for part, _ in stepped]
+    versions = versions_of(params)
 
     def closure() -> Any:
-        if not losses:
+        if not losses or versions_of(params) != versions:
             raise UnsupportedOptimizer(
-                f"{cls.__name__} evaluates the closure of step() several times, and cannot be sharded over several "
-                "ranks, nor with an offload or masters; use it at world size 1 without"
+                f"{cls.__name__} evaluates the closure of step() several times, or once it has moved parameters, and "
+                "cannot be sharded over several ranks, nor with an offload or masters; use it at world size 1 without"
             )
         return losses.pop()
 

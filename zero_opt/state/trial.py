@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -29,10 +28,19 @@ def is_known(cls: type[torch.optim.Optimizer]) -> bool:
     return steps_params_apart(cls) or is_elementwise(cls)
 
 
+def _own(value: Any) -> Any:
+    """Return a copy of what a class may write to, in containers of any depth; all else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_own, value))
+    return {key: _own(item) for key, item in value.items()} if type(value) is dict else value
+
+
 class Trial:
     """One parameter under an optimizer of its own. The class may raise anything about the arguments it is given.
 
-    Hyperparameters and arguments are copied: a class may write to them in its step.
+    Hyperparameters are its own: a class may write to them in its step.
 
     Args:
         like: the parameter's values, whose memory it takes. hypers: of its param group.
@@ -43,7 +51,8 @@ class Trial:
         self, cls: type[torch.optim.Optimizer], like: Tensor, hypers: Mapping[str, Any], **arguments: Any
     ) -> None:
         self.param = torch.nn.Parameter(like, requires_grad=False)
-        self.optimizer = cls([{**copy.deepcopy(hypers), "params": [self.param]}], **copy.deepcopy(arguments))
+        self.optimizer = cls([{**hypers, "params": [self.param]}], **arguments)
+        self.set_hypers(self.hypers)
 
     @property
     def hypers(self) -> dict[str, Any]:
@@ -52,7 +61,7 @@ class Trial:
 
     def set_hypers(self, hypers: Mapping[str, Any]) -> None:
         """Give the param group these hyperparameters in place of its own."""
-        set_hypers(self.optimizer.param_groups[0], copy.deepcopy(hypers))
+        set_hypers(self.optimizer.param_groups[0], {key: _own(value) for key, value in hypers.items()})
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -93,6 +94,17 @@ class Twice(Own):
         return closure()
 
 
+class Moving(Own):
+    """Evaluates the closure once, where it has moved parameters to."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(1.0)
+        return super().step(closure)
+
+
 class NoClosure(Own):
     """Takes none."""
 
@@ -117,7 +129,7 @@ def _with_closure(rank: int, world_size: int, offload: Any, cls: type[Own]) -> s
     except zero_opt.ZeroOptError as error:
         said = f"{type(error).__name__}: {error}"
     assert calls[0] == 1
-    assert optimizer._engine.placement.closure is None
+    assert optimizer._engine.placement.loss == ()
     optimizer.close()
     return said
 
@@ -130,10 +142,58 @@ def test_a_closure_is_evaluated_once(place: str) -> None:
 
 
 @places
-def test_a_class_that_evaluates_it_twice_is_refused(place: str) -> None:
+@pytest.mark.parametrize("cls", [Twice, Moving])
+def test_a_class_that_would_evaluate_it_elsewhere_is_refused(cls: type[Own], place: str) -> None:
     world_size, offload = PLACES[place]
-    for said in run_processes(world_size, _with_closure, offload, Twice):
-        assert said.startswith("UnsupportedOptimizer: ") and "Twice evaluates the closure of step() several" in said
+    for said in run_processes(world_size, _with_closure, offload, cls):
+        assert said.startswith("UnsupportedOptimizer: ") and f"{cls.__name__} evaluates the closure of step()" in said
+
+
+class Keeping(Own):
+    """Keeps a lock, and its momentum in attributes of parameters; saves itself in another way."""
+
+    def __init__(self, params: Any, lr: float = 0.1, lock: Any = None) -> None:
+        super().__init__(params, lr)
+        self.lock = lock
+        for group in self.param_groups:
+            group["names"] = dict.fromkeys(group["params"], "a")
+            for param in group["params"]:
+                param.momentum = 0.0
+
+    def scale(self, param: Tensor) -> float:
+        param.momentum += 1.0  # type: ignore[attr-defined]
+        return float(param.momentum)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> Any:
+        raise NotImplementedError
+
+
+class KeepingElementwise(Keeping):
+    """The same, which may be cut anywhere."""
+
+
+zero_opt.register_elementwise(KeepingElementwise)
+
+
+def _kept(rank: int, world_size: int, offload: Any, cls: type[Keeping]) -> list[list[Tensor]]:
+    params, plain = _params(), _params()
+    optimizer = zero_opt.ShardedOptimizer(params, cls, lock=threading.Lock(), offload=offload)
+    reference = cls(plain, lock=None)
+    for _ in range(3):
+        for trained, stepper in ((params, optimizer), (plain, reference)):
+            torch.autograd.backward([(param * param).sum() for param in trained])
+            stepper.step()
+            stepper.zero_grad()
+    optimizer.close()
+    return [[param.detach() for param in trained] for trained in (params, plain)]
+
+
+@places
+@pytest.mark.parametrize("cls", [Keeping, KeepingElementwise])
+def test_what_a_class_keeps_in_attributes_stays_there(cls: type[Keeping], place: str) -> None:
+    world_size, offload = PLACES[place]
+    for found, expected in run_threads(world_size, _kept, offload, cls):
+        assert_bitwise(found, expected)
 
 
 class Writing(Own):

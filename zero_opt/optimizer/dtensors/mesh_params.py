@@ -54,8 +54,9 @@ from .local_parts import (
 )
 from .mesh_group import MeshGroup
 
-# Of a rank's gradients: the sum of squares, the first parameter that is not finite, and the norm to clip to.
-_ROW = struct.Struct("<ddd")
+# Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
+# the rank has parameters of several meshes, or of none.
+_ROW = struct.Struct("<ddd?")
 _NORM = struct.Struct("<d")
 # How far, relative to the norm, replicas' gradients may be apart: they are made by kernels that may round otherwise.
 _ROUNDING = 1e-4
@@ -155,6 +156,7 @@ class MeshParams:
         """
         plain = [None if is_dtensor(param) else grad for param, grad in zip(params, grads, strict=True)]
         rows, limits = list[tuple[int, float, float]](), dict[int, float]()
+        several = len({*map(_mesh_of, params)}) > 1
         if any(grad is not None for grad in plain):
             rows.append((0, *look(plain, range(len(params)), known)))
         for mesh, group in self._groups.items():
@@ -162,12 +164,12 @@ class MeshParams:
                 grad if _mesh_of(param) == mesh and counts_here(param) else None
                 for param, grad in zip(params, grads, strict=True)
             ]
-            mine = (*look(counted, range(len(params)), known), limit)
+            mine = (*look(counted, range(len(params)), known), limit, several)
             self._measured = True  # from here on the ranks raise what they are told together
             told = group.all_gather_bytes(_ROW.pack(*mine), self.call)
-            for rank, (square, nonfinite, its_limit) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
+            for rank, (square, nonfinite, its_limit, others) in zip(group.ranks, map(_ROW.unpack, told), strict=True):
                 rows.append((rank, square, nonfinite))
-                limits[rank] = its_limit
+                limits[rank], several = its_limit, several or others
                 limit = math.nan if math.isnan(its_limit) else limit  # ranks of the next mesh hear it too
         if math.isnan(limit):
             with self.together(self.call):
@@ -175,9 +177,9 @@ class MeshParams:
                     raise error
         _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
         share = Share.from_rows(rows, norm_dtype(params))
-        if len({*map(_mesh_of, params)}) > 1:
+        if several:  # as all ranks of a mesh know of each that has
             with self.together(self.call):
-                self._require_one_norm(share.square, clips=limit > 0)
+                self._require_one_norm(share.square, clips=0 < limit < math.inf)
         return share
 
     def _require_one_norm(self, square: float, *, clips: bool) -> None:
@@ -187,9 +189,10 @@ class MeshParams:
             square: of the norm that this rank has put together.
             clips: whether gradients will be clipped to it; if not, what counts is whether it is finite.
         """
-        for group in self._groups.values():
-            told = group.all_gather_bytes(_NORM.pack(math.sqrt(square)), self.call)
-            (first, wanted), *others = zip(group.ranks, (norm for (norm,) in map(_NORM.unpack, told)), strict=True)
+        packed = _NORM.pack(math.sqrt(square))
+        told = [(group.ranks, group.all_gather_bytes(packed, self.call)) for group in self._groups.values()]
+        for ranks, norms in told:  # all that are told: no rank waits for one that has raised
+            (first, wanted), *others = zip(ranks, (norm for (norm,) in map(_NORM.unpack, norms)), strict=True)
             for rank, norm in others:
                 apart = clips and not math.isclose(norm, wanted, rel_tol=_ROUNDING)
                 if math.isfinite(norm) != math.isfinite(wanted) or (math.isfinite(norm) and apart):

@@ -18,7 +18,7 @@ from ...reduction.interface import GradShard, used_params
 from ...sharding.buckets import GradBucket
 from ...sharding.flat_param import FlatParam
 from ...sharding.param_groups import hypers_of, set_hypers
-from ...sharding.wrapped_class import bare_step, steps_params_apart
+from ...sharding.wrapped_class import bare_step, evaluated, steps_params_apart
 from ...system.garbage_collection import without_collection
 from ...system.same_objects import SameObjects
 from ..compact_state import require_own_master, require_squares_of
@@ -223,7 +223,7 @@ class DevicePlacement(SlicePlacement[Unit]):
         with self._make_units.class_threads(), ExitStack() as writing:
             for work in works:
                 writing.enter_context(work.unit.own_writes(work.positions))
-            bare_step(self._optimizer, None if self._apart else self.closure)
+            bare_step(self._optimizer, None if self._apart else evaluated(self._class, self.loss, parts))
             left = [] if self._apart else [part.grad for part, _ in parts]
             for part, memory in parts:
                 part.grad = None

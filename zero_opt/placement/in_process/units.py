@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -51,6 +51,7 @@ class Unit(MasterShard):
         self.splits, self.compact = form.master == "split", is_compact(form)
         self._groups = {piece.group for piece in self.pieces}
         self._targets = [self.part(position) for position in range(len(self.pieces))]
+        self._carried: dict[int, Set[str]] = {}  # attributes, whose others are the class's own
         self._written: tuple[Sequence[int], OwnWrites] = ((), OwnWrites(()))
 
     def own_writes(self, positions: Sequence[int]) -> AbstractContextManager[None]:
@@ -62,10 +63,11 @@ class Unit(MasterShard):
     def carry_attributes(self, positions: Iterable[int]) -> None:
         """Give what is stepped the attributes that the user's parameters have by now (``param.lr_scale``, say)."""
         for position in positions:
-            stepped, param = self.stepped[position], self.flats[position].param
-            if stepped is not param:
-                vars(stepped).clear()
-                vars(stepped).update(vars(param))
+            own, given = vars(self.stepped[position]), vars(self.flats[position].param)
+            for gone in self._carried.get(position, given.keys()) - given.keys():
+                own.pop(gone, None)
+            own.update(given)
+            self._carried[position] = {*given}
 
     def by_group(self, positions: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the param group, positions) of neighboring slices of one group."""

@@ -106,3 +106,60 @@ def _plain(rank: int, world_size: int) -> str:
 def test_plain_parameters_that_nobody_averages_have_no_norm() -> None:
     for message in run_processes(2, _plain):
         assert "average the gradients of plain ones" in message
+
+
+def _of_one_rank(rank: int, world_size: int, more: str) -> str:
+    """Rank 0 has one parameter more than the others."""
+    ranks = init_device_mesh("cpu", (world_size,))
+    net = fully_shard(nn.Linear(WIDTH, 1), mesh=ranks)
+    params = list(net.parameters())
+    if rank == 0 and more == "plain":
+        params.append(nn.Parameter(torch.ones(WIDTH)))
+    opt = zero_opt.ShardedOptimizer(
+        params, torch.optim.AdamW, reduction=zero_opt.AlreadyReduced(), foreach=False, max_grad_norm=0.1
+    )
+    said = ""
+    for value in (0.0, 3.0):  # of the one parameter
+        for param in params:
+            param.grad = torch.ones_like(param) if param is not params[-1] or rank else torch.full_like(param, value)
+        try:
+            opt.step()
+        except zero_opt.RankMismatch as error:
+            said = str(error)
+            assert value
+    opt.close()
+    return said
+
+
+def test_a_parameter_of_one_rank_alone_has_no_part_in_a_norm_of_all() -> None:
+    for message in run_processes(2, _of_one_rank, "plain"):
+        assert "the norm of the gradients is" in message
+    assert run_processes(2, _of_one_rank, "none") == [""] * 2
+
+
+def _in_the_first_of_three(rank: int, world_size: int) -> str:
+    """Ranks 0 and 1 differ on their smaller mesh; ranks 2 and 3, on another, do not."""
+    net = _net(world_size)
+    plain = nn.Parameter(torch.ones(WIDTH))
+    opt = zero_opt.ShardedOptimizer(
+        [*net[0].parameters(), plain, *net[1].parameters()],
+        torch.optim.AdamW,
+        reduction=zero_opt.AlreadyReduced(),
+        foreach=False,
+        max_grad_norm=0.1,
+    )
+    said = []
+    for value in (9.0, 1.0):
+        _give_gradients(net, 2.0)
+        plain.grad = torch.full_like(plain, value if rank == 0 else 1.0)
+        try:
+            opt.step()
+        except zero_opt.RankMismatch as error:
+            said.append(str(error))
+    opt.close()
+    return "|".join(said)
+
+
+def test_ranks_that_differ_in_one_mesh_leave_no_rank_in_another() -> None:
+    for message in run_processes(4, _in_the_first_of_three):
+        assert message.count("the norm of the gradients is") == 1 and "|" not in message
