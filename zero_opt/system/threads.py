@@ -31,6 +31,7 @@ class BackgroundThreads:
 
     def __init__(self) -> None:
         self._listed: dict[threading.Thread, None] = {}
+        self._holds = False
 
     @uninterrupted()  # one that runs is listed
     def start(self, thread: threading.Thread) -> None:
@@ -49,6 +50,8 @@ class BackgroundThreads:
             raise OutOfResources(f"{error} ({running}); raise the limit of {THREAD_LIMIT}") from error
         self._listed[thread] = None
         self.alive()
+        if self._holds:  # what else ends with the interpreter has begun it
+            self.hold()
 
     def alive(self) -> list[threading.Thread]:
         """Return the threads that are not dead, and drop the others from the list."""
@@ -74,6 +77,10 @@ class BackgroundThreads:
         return self.alive()
 
     def hold(self) -> None:
-        """Keep threads that are still alive from aborting the process; call this last. See [Note: threads at exit]."""
+        """Keep threads that are still alive, and those that begin later, from aborting the process; call this last.
+
+        See [Note: threads at exit].
+        """
+        self._holds = True
         if native_available():
             native.hold_threads([thread.ident for thread in self.alive() if thread.ident is not None])

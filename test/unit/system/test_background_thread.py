@@ -223,3 +223,21 @@ def test_a_signal_while_the_thread_starts_leaves_one_thread(monkeypatch: pytest.
         assert [other.name for other in threading.enumerate()].count("zero_opt alarmed") == 1
     finally:
         thread.close()
+
+
+BEGINS_AT_EXIT = """
+import atexit
+import torch
+atexit.register(lambda: background_thread.run_apart(slow, 0.05))  # runs after what the package has registered
+from zero_opt.system import background_thread
+
+def slow():
+    while True:
+        torch.ones(1000).sum()
+"""
+
+
+def test_a_thread_that_begins_once_the_others_have_ended_does_not_abort_the_process() -> None:
+    """As one that tells the other ranks, at the end, why this one ends."""
+    done = subprocess.run([sys.executable, "-c", BEGINS_AT_EXIT], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
