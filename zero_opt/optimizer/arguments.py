@@ -22,9 +22,8 @@ from ..errors import (
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
-from ..sharding.param_groups import params_of
 from ..sharding.wrapped_class import needs_closure
-from ..system.inference_mode import version_of
+from ..system.inference_mode import versions_of
 from ..system.log import log
 from .hyperparameters import require_types
 
@@ -85,20 +84,23 @@ def template_of(
     for number, group in enumerate(groups if issubclass(cls, NativeOptimizer) else (), first):
         if isinstance(group, Mapping):
             refuse_own_options(group, number)  # the class would number them from 0
-    template = cls([_on_meta(entry) for entry in groups], **defaults)
+    params: list[Tensor] = []
+    entries = [_on_meta(entry, params) for entry in groups]
+    before = versions_of(params)
+    template = cls(entries, **defaults)
     check_options(template.param_groups)
+    if versions_of(params) != before:
+        raise UnsupportedOptimizer(
+            f"{cls.__name__} writes to its parameters when it is constructed, and cannot be sharded over several "
+            "ranks, nor with an offload or masters; write to them before that"
+        )
     _refuse_untold(template)
     return template
 
 
 def _refuse_untold(template: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizer for what a class does beside its step that is not followed; log what may matter."""
+    """Raise UnsupportedOptimizer for a class that saves more than state and param groups; log what else is left out."""
     cls, name = type(template), type(template).__name__
-    if any(version_of(param) for param in params_of(template.param_groups)):
-        raise UnsupportedOptimizer(
-            f"{name} writes to its parameters when it is constructed, and cannot be sharded over several ranks, nor "
-            "with an offload or masters; write to them before that"
-        )
     saved: Mapping[str, Any] = {}
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
         with suppress(Exception):  # a class may save itself by other functions
@@ -114,7 +116,8 @@ def _refuse_untold(template: torch.optim.Optimizer) -> None:
         log.warning("%s.zero_grad() is not called: over several ranks opt.zero_grad() drops gradients itself", name)
 
 
-def _on_meta(entry: Any) -> Any:
+def _on_meta(entry: Any, params: list[Tensor]) -> Any:
+    """Return what a class is given, with parameters without values, which ``params`` gets too."""
     if isinstance(entry, Tensor):
         if entry.is_nested:
             raise UnsupportedParam("a parameter is a nested tensor; only dense parameters can be sharded")
@@ -125,14 +128,15 @@ def _on_meta(entry: Any) -> Any:
             )
         param = torch.nn.Parameter(entry.detach().to("meta", copy=True), requires_grad=entry.requires_grad)
         vars(param).update(vars(entry))
+        params.append(param)
         return param
     if isinstance(entry, tuple) and len(entry) == 2:
-        return (entry[0], _on_meta(entry[1]))
+        return (entry[0], _on_meta(entry[1], params))
     if isinstance(entry, Mapping) and "params" in entry:
         inner = entry["params"]
         return {
             **entry,
-            "params": _on_meta(inner) if isinstance(inner, Tensor) else [_on_meta(e) for e in inner],
+            "params": _on_meta(inner, params) if isinstance(inner, Tensor) else [_on_meta(e, params) for e in inner],
         }
     return entry
 

@@ -146,7 +146,8 @@ def test_a_closure_is_evaluated_once(place: str) -> None:
 def test_a_class_that_would_evaluate_it_elsewhere_is_refused(cls: type[Own], place: str) -> None:
     world_size, offload = PLACES[place]
     for said in run_processes(world_size, _with_closure, offload, cls):
-        assert said.startswith("UnsupportedOptimizer: ") and f"{cls.__name__} evaluates the closure of step()" in said
+        # A rank without a part of the parameters has moved none, and is told.
+        assert "UnsupportedOptimizer" in said and f"{cls.__name__} evaluates the closure of step()" in said
 
 
 class Keeping(Own):
