@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +52,19 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.full(shape, 0.5)) for shape in ((40, 3), (7,))]
 
 
+def _train(
+    pairs: Sequence[tuple[list[nn.Parameter], Any]], edit: Callable[[int, list[nn.Parameter]], None] = lambda *_: None
+) -> list[list[Tensor]]:
+    """Take steps with each optimizer; return what its parameters are then. ``edit`` comes before each step."""
+    for step in range(3):
+        for params, optimizer in pairs:
+            edit(step, params)
+            torch.autograd.backward([(param * param).sum() for param in params])
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[param.detach() for param in params] for params, _ in pairs]
+
+
 def _scaled(rank: int, world_size: int, offload: Any, base: type[Own]) -> list[list[Tensor]]:
     class Scaled(base):  # type: ignore[misc,valid-type]
         def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -62,20 +76,19 @@ def _scaled(rank: int, world_size: int, offload: Any, base: type[Own]) -> list[l
 
     if base is Elementwise:
         zero_opt.register_elementwise(Scaled)
+
+    def edit(step: int, trained: list[nn.Parameter]) -> None:
+        if step:
+            trained[1].lr_scale = step  # type: ignore[attr-defined]
+            trained[0].__dict__.pop("lr_scale", None)
+
     params, plain = _params(), _params()
     for pair in (params, plain):
         pair[0].lr_scale = 0.25  # type: ignore[attr-defined]
-    optimizer, reference = zero_opt.ShardedOptimizer(params, Scaled, offload=offload), Scaled(plain)
-    for step in range(3):
-        for trained, stepper in ((params, optimizer), (plain, reference)):
-            if step:
-                trained[1].lr_scale = step  # type: ignore[attr-defined]
-                trained[0].__dict__.pop("lr_scale", None)
-            torch.autograd.backward([(param * param).sum() for param in trained])
-            stepper.step()
-            stepper.zero_grad()
+    optimizer = zero_opt.ShardedOptimizer(params, Scaled, offload=offload)
+    found = _train([(params, optimizer), (plain, Scaled(plain))], edit)
     optimizer.close()
-    return [[param.detach() for param in trained] for trained in (params, plain)]
+    return found
 
 
 @places
@@ -179,14 +192,9 @@ zero_opt.register_elementwise(KeepingElementwise)
 def _kept(rank: int, world_size: int, offload: Any, cls: type[Keeping]) -> list[list[Tensor]]:
     params, plain = _params(), _params()
     optimizer = zero_opt.ShardedOptimizer(params, cls, lock=threading.Lock(), offload=offload)
-    reference = cls(plain, lock=None)
-    for _ in range(3):
-        for trained, stepper in ((params, optimizer), (plain, reference)):
-            torch.autograd.backward([(param * param).sum() for param in trained])
-            stepper.step()
-            stepper.zero_grad()
+    found = _train([(params, optimizer), (plain, cls(plain, lock=None))])
     optimizer.close()
-    return [[param.detach() for param in trained] for trained in (params, plain)]
+    return found
 
 
 @places
