@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+from zero_opt.sharding.flat_param import _counting
+
 
 class Raised(Exception):
     """What is raised."""
@@ -81,6 +83,9 @@ class Tracer:
             yield
         finally:
             sys.settrace(before)
+            # Raised where a with statement ends, before it gives back its lock: where nothing real is raised.
+            while _counting._is_owned():  # type: ignore[attr-defined]
+                _counting.release()
             if collected:
                 gc.enable()
             for number, handler in handlers.items():
