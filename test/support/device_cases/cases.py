@@ -116,8 +116,9 @@ def _clipping() -> Iterator[Case]:
     for tier in ("device", "masters", "worker"):
         fields = {**TIERS[tier], "program": programs.written_in_place, "unused": False}
         yield Case(f"written in place, {tier}", "AtStep", **fields)
+        # At world size 1 torch's own clip_grad_norm_, of parameters on devices, takes the norm per device first.
+        fields["several_devices"] = tier != "device"
         yield Case(f"written in place and clipped, {tier}", "AtStep", clip=0.5, **fields)
-    # At world size 1 torch's own clip_grad_norm_ takes the norm per device first.
     yield Case("scaled and clipped", program=programs.scaled, clip=0.5, unused=False, several_devices=False)
     yield Case("scaled, fp16 with masters", program=programs.scaled, dtype=FP16, options={"precision": MASTERS})
     for tier in ("worker", "worker, late"):
