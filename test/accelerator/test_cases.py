@@ -42,7 +42,7 @@ def chunks() -> Iterator[Chunk]:
                 yield Chunk(world_size, tuple(names[start : start + CHUNK]))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("chunk", list(chunks()), ids=str)
 def test_the_bits_of_the_cpu_and_no_race(chunk: Chunk, subtests: pytest.Subtests) -> None:
     wrong = wrong_lines(chunk.world_size, Plan(chunk.names, SEEDS, in_turn=True), timeout=SECONDS)

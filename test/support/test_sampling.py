@@ -1,4 +1,4 @@
-"""What the short form leaves out: of crossed parameters some cases, and nothing of any other test."""
+"""What the short form leaves out: cases of tests that start ranks, and nothing of any other test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sampled(one): ...
 
 
 @pytest.mark.parametrize("folder", ["distributed", "unit"])
-def test_every_test_and_every_value_is_kept(folder: str, tmp_path: Path) -> None:
+def test_every_test_is_kept(folder: str, tmp_path: Path) -> None:
     (tmp_path / "test" / folder).mkdir(parents=True)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = sampled\naddopts = --import-mode=importlib")
     (tmp_path / "conftest.py").write_text(_CONFTEST)
@@ -67,11 +67,7 @@ def test_every_test_and_every_value_is_kept(folder: str, tmp_path: Path) -> None
         name, _, case = line.partition("::")[2].partition("[")
         kept[name].add(case.rstrip("]"))
     assert kept["test_alone"] == {""}
-    assert kept["test_joint"] == {"1-1", "1-2", "2-1"}
-    assert kept["test_single"] == {"a", "b"}
-    assert kept["test_made"] == {"1", "2"}
     assert len(kept["test_sampled"]) == 3 and "c" in kept["test_sampled"]
-    for name in ("test_crossed", "test_crossed_with_made"):
-        cases = [case.split("-") for case in kept[name]]
-        assert len(cases) == (3 if folder == "distributed" else 6)
-        assert {value for case in cases for value in case} == {"a", "b", "c", "1", "2"}
+    every = {"test_joint": 3, "test_single": 2, "test_crossed": 6, "test_made": 2, "test_crossed_with_made": 6}
+    counts = {name: len(kept[name]) for name in every}
+    assert counts == (dict.fromkeys(every, 2) if folder == "distributed" else every)

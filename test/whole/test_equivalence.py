@@ -87,6 +87,7 @@ def _check(runs: Sequence[list[Any]], cases: Sequence[Case], reductions: Sequenc
 
 
 # What more ranks change is the same with and without foreach.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("world_size", "foreach"), [*((world_size, False) for world_size in WORLD_SIZES), (1, True), (2, True)]
 )
@@ -98,6 +99,7 @@ def test_elementwise_classes(world_size: int, reduction: Any, foreach: bool) -> 
     _check(run_threads(world_size, _train_all, cases, [reduction]), cases, [reduction])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_classes_that_need_whole_params(world_size: int, reduction: Any) -> None:
@@ -111,6 +113,7 @@ def test_sparse_gradients(world_size: int) -> None:
     _check(run_threads(world_size, _train_all, cases, reductions), cases, reductions)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exchange", ["auto", "backend"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_sample_in_real_processes(world_size: int, exchange: str) -> None:

@@ -285,6 +285,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.sampled(8)
 @BOTH
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_parameters_and_groups_that_change(script: Any, reduction: Any) -> None:

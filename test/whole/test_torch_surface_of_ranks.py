@@ -118,6 +118,7 @@ def variant_step(variant: Variant, optimizer: Any, params: Sequence[Tensor], num
     optimizer.step()
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own code
 @pytest.mark.parametrize("name", INFOS)
 @pytest.mark.parametrize(("reduction", "only"), [(ALREADY, None), (OVERLAPPED, 3), (AT_STEP, 3)])
@@ -176,6 +177,7 @@ def run_clipped(rank: int, world_size: int, name: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [name for name in SHARDED if name != "SparseAdam"])
 def test_clipping(name: str) -> None:
     """The plain class is given our coefficient, which is torch's up to the rounding of the norm."""
@@ -279,6 +281,7 @@ def run_edited(rank: int, world_size: int, edit: str, steps_before: int, offload
     return found
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("offload", [None, zero_opt.WorkerOffload()], ids=["device", "worker"])
 @pytest.mark.parametrize(("edit", "steps_before"), [*((edit, 2) for edit in EDITS), ("entries replaced", 0)])
 def test_edits_take_effect(edit: str, steps_before: int, offload: Any) -> None:

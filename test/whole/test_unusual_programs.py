@@ -192,6 +192,7 @@ def _dropped_state(rank: int, world_size: int, offload: Any, how: str, who: tupl
             optimizer.step()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("how", ["all", "one"])
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
@@ -417,6 +418,7 @@ _IN_INFERENCE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("within", [_CALLS, ("backward",)], ids=["calls", "backward"])
 @pytest.mark.parametrize("options", _IN_INFERENCE.values(), ids=_IN_INFERENCE)
 def test_every_call_has_in_inference_mode_the_bits_that_it_has_outside(options: Any, within: tuple[str, ...]) -> None:
