@@ -400,6 +400,34 @@ def test_a_rank_that_is_stopped_for_a_while_on_another_host_is_waited_for(two_ho
     assert run_processes(2, _stops_for_a_while, two_hosts, timeout=SECONDS, backend=None) == [0.0, 0.0]
 
 
+def _passes_nothing_on(rank: int, world_size: int, network: Network, stopped: bool) -> str:
+    """Rank 1, beside rank 0 and before rank 2 in the ring, is stopped or killed; its connections stay open."""
+    network.join(int(rank == 2))
+    store, told = dist.FileStore(str(network.folder / "store"), world_size), network.folder / "told"
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=SECONDS))
+    params, optimizer = make_stepped(2, checks=zero_opt.Checks(hang_timeout=1.0))
+    if rank == 1:
+        holder = 1 if stopped else os.fork()
+        while holder == 0 and not told.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        take_step(params, optimizer)
+    if rank == 2:
+        told.touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "killed, beside a forked child"])
+def test_a_rank_that_passes_no_news_on_is_named_on_another_host(stopped: bool, two_hosts: Network) -> None:
+    ranks = 3, _passes_nothing_on, two_hosts, stopped
+    first, _, last = run_processes(*ranks, timeout=SECONDS, backend=None, may_hang={1}, expect_errors=not stopped)
+    seen = r"has been stopped for \d+ s" if stopped else "has ended"
+    told = "rank 1 has been stopped" if stopped else "rank 1 has ended, or its host does not answer,"
+    assert re.match(rf"rank 1 \(pid \d+\) {seen} while step 2 waits for it", first), first
+    assert last.startswith(f"{told} while step 2 waits for it, and its last step is 1; restart"), last
+
+
 def _falls_silent_in_a_broadcast(rank: int, world_size: int, network: Network, where: str, short: bool) -> Any:
     """Rank 1 does before it comes, or after the first tensor."""
     if short:

@@ -15,9 +15,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+# How often the store is asked in a wait: after seconds, and a part of those waited; after seconds if it answers late.
+_READ_AGAIN_S, _READ_AGAIN_PART, _STORE_IS_LATE_S = 0.5, 0.125, 10.0
 
 
 class How(enum.IntEnum):
@@ -30,11 +35,22 @@ class How(enum.IntEnum):
     SILENT = 4  # another rank has given up waiting for it; it may still come
     INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended a call there that all ranks make; its program may go on
     CUT_OFF = 6  # a connection to it has broken although it lives
+    STOPPED = 7  # as SILENT: it is stopped, as a rank of its host has seen
 
     @property
     def serves(self) -> bool:
         """Whether the rank still gives its state to others, until all have closed."""
         return self in (How.CLOSED, How.ENDED, How.INTERRUPTED)
+
+    @property
+    def noticed(self) -> bool:
+        """Whether other ranks tell of it, since the rank itself announces nothing."""
+        return self in (How.LOST, How.CUT_OFF, How.SILENT, How.STOPPED)
+
+    @property
+    def may_come(self) -> bool:
+        """Whether the rank may still come, although another one has given up waiting for it."""
+        return self in (How.SILENT, How.STOPPED)
 
 
 class Departure(NamedTuple):
@@ -51,6 +67,11 @@ class Departure(NamedTuple):
     steps: int = -1
     calls: int = -1
     from_rank: int = -1
+
+    def as_heard(self, rank: int, from_rank: int) -> Departure:
+        """Return what a rank hears if another one tells it of this; one that hears that it is lost is cut off."""
+        how = How.CUT_OFF if (self.rank, self.how) == (rank, How.LOST) else self.how
+        return self._replace(how=how, from_rank=from_rank)
 
     def text(self, name: str, waiting: str) -> str:
         """Return what an error says about a rank that is not silent.
@@ -98,6 +119,11 @@ class RankNames:
         return rank_name(rank, self._global[rank], notes)
 
 
+def have(ranks: Sequence[int]) -> str:
+    """Return the verb that follows the names of ranks."""
+    return "have" if len(ranks) > 1 else "has"
+
+
 def go_on(ranks: Sequence[int]) -> str:
     """Return what to do about ranks that are stopped while something else than training waits for them."""
     them = "them" if len(ranks) > 1 else "it"
@@ -115,10 +141,11 @@ class Departures:
         calls: collective calls of the control group that this rank has entered.
         leave: breaks this rank's connections for training, so that no rank waits for it. end: does the same once what
             is queued for other ranks has been sent.
-        tell: tells the other ranks about a departure, by the ring. post: by the store, until all ranks are in the ring.
+        tell: tells the other ranks about a departure, by the ring. post: by the store, see :class:`Posted`.
         news: whether other ranks can tell this one about departures.
-        silent: the ranks that are silent. unanswering: those that something else than training has given up waiting
-            for, and that have not answered since. lost_one: whether this rank has lost another, and cannot say which.
+        silent: the ranks that others have given up waiting for. stopped: those of them that are stopped.
+        unanswering: those that something else than training has given up waiting for, and that have not answered
+            since. lost_one: whether this rank has lost another, and cannot say which.
         being_told: departures that this rank has noticed, and of which a thread is telling the others.
     """
 
@@ -126,7 +153,8 @@ class Departures:
         self.calls, self.news = 0, False
         self.leave: Callable[[], None] = _no_connections
         self.end: Callable[[], None] = _no_connections
-        self.silent, self.unanswering, self._unannounced = list[int](), set[int](), False
+        self.silent, self.stopped, self.unanswering = list[int](), set[int](), set[int]()
+        self._unannounced = False
         self.being_told, self.lost_one = list[Departure](), False
         self.tell: Callable[[Departure], None] = _no_connections
         self.post: Callable[[Departure], None] = _no_connections
@@ -137,9 +165,10 @@ class Departures:
     def hear(self, departure: Departure) -> bool:
         """Record a departure; returns whether it is the first of that rank."""
         with self._lock:
-            if departure.how is How.SILENT:
+            if departure.how.may_come:
                 fresh = departure.rank not in self.silent
                 self.silent += [departure.rank] * fresh
+                self.stopped.update([departure.rank] * (departure.how is How.STOPPED))
                 self._unannounced = True
                 return fresh
             known = self._heard.setdefault(departure.rank, departure)
@@ -232,28 +261,42 @@ class Departures:
 
 
 class Posted:
-    """The first departure that a rank has put into the store, until all ranks are in the ring."""
+    """The first departure that a rank has put into the store.
 
-    def __init__(self, departures: Departures, store: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
+    Once all ranks are in the ring, that tells of departures. But there a rank that is stopped, or was killed while a
+    process that it has forked holds its connections, passes nothing on, and no connection breaks. So what other ranks
+    have noticed is put here then too, and ranks that wait long look here, ever more rarely.
+    """
+
+    def __init__(self, departures: Departures, rank: int, store: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
         """``ask``: returns what a call of the store returns, or ``None``."""
-        self._departures, self._store, self._ask, self._over = departures, store, ask, False
+        self._departures, self._rank, self._store, self._ask = departures, rank, store, ask
+        self._ring, self._known, self._asked_at = False, False, -math.inf
         departures.post = self.post
 
     def post(self, departure: Departure) -> None:
         """Say that a rank has left, unless the store already has a departure."""
-        if not self._over:
-            self._ask(lambda: self._store.compare_set("departed", "", json.dumps(departure)))
+        if not self._ring or (departure.how.noticed and not self._known):
+            self._known = self._ring
+            self._ask(lambda: self._store.compare_set("departed", "", json.dumps([self._rank, *departure])))
 
-    def read(self) -> None:
-        """Hear of the departure, if there is one."""
-        said = None if self._over else self._ask(self._said)
+    def read(self, waited: float = 0.0) -> None:
+        """Hear of the departure, if there is one; ``waited``: seconds that this rank has waited for others."""
+        again_s = max(_READ_AGAIN_S, waited * _READ_AGAIN_PART) if self._ring else 0.0
+        if self._known or time.monotonic() - self._asked_at < again_s:
+            return
+        said = self._ask(self._said)
+        self._asked_at = time.monotonic() + (_STORE_IS_LATE_S if said is None else 0.0)
         if said:
-            rank, how, *rest = json.loads(said)
-            self._departures.hear(Departure(rank, How(how), *rest))
+            from_rank, rank, how, *rest = json.loads(said)
+            self._departures.hear(Departure(rank, How(how), *rest).as_heard(self._rank, from_rank))
+            self._known = self._ring
+            if self._ring and (How(how).may_come or self._departures.has_lost(rank)):
+                self._departures.leave()
 
     def _said(self) -> bytes:
         return bytes(self._store.get("departed")) if self._store.check(["departed"]) else b""
 
-    def end(self) -> None:
-        """Ask the store no more: the ring tells of departures from here on."""
-        self._over = True
+    def begin_ring(self) -> None:
+        """Let the ring tell of departures from here on."""
+        self._ring = True

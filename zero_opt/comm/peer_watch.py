@@ -13,7 +13,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from ..system.log import log
 from ..system.waiting import until
 from .backend_errors import aside, closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
 from .call_marks import CallMarks
-from .departures import Departure, Departures, How, Posted, RankNames, go_on
+from .departures import Departure, Departures, How, Posted, RankNames, go_on, have
 from .process_identity import ENDED, ProcessIdentity
 from .slices import SLICE_S, done_within
 
@@ -64,7 +64,7 @@ class Watch:
         step: the step that this rank is in. call: the call that this rank is in. departures: the ranks that have left.
         name: names ranks in messages.
         awaited: the rank whose message an exchange has last waited for.
-        posted: the departures in the store, until the ring begins. timeout_option: what users write to bound a wait.
+        posted: the departures in the store. timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
     """
 
@@ -89,7 +89,7 @@ class Watch:
         self._doubted, self._warned = -math.inf, -1  # when a rank has begun to ask; the last step that the log mentions
         self._together = self.overdue = False  # whether all ranks have come to this call
         self._thread = SerialThread("zero_opt watch")
-        self.posted = Posted(self.departures, store, self._ask)
+        self.posted = Posted(self.departures, rank, store, self._ask)
 
     def begin(self, call: str) -> None:
         """Note, for messages, the call that this rank begins; "" is a message in the middle of one."""
@@ -159,22 +159,18 @@ class Watch:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
         return self._ask(partial(self._marks.read, self._entered)) or {}
 
-    def states(self) -> dict[int, str]:
-        """The states of the processes of this host's other ranks; see :meth:`ProcessIdentity.state`."""
-        return {rank: process.state() for rank, process in self._near.items()}
+    def stopped(self) -> list[int]:
+        """The ranks of this host that are stopped."""
+        return [rank for rank, process in self._near.items() if process.state() in _STOPPED]
 
-    def stopped(self, states: Mapping[int, str] | None = None) -> list[int]:
-        """The ranks of this host that are stopped, by their :meth:`states` if these are known."""
-        return [rank for rank, state in (states or self.states()).items() if state in _STOPPED]
-
-    def ended(self, waiting: str = "", states: Mapping[int, str] | None = None) -> list[int]:
+    def ended(self, waiting: str = "") -> list[int]:
         """The ranks of this host whose processes have ended without an announcement that this rank has heard of.
 
         Those that were seen to have ended before others come first: others may have ended because of them. If not a
         step but ``waiting`` waits, for state, a rank is needed until all have closed, whatever it has announced.
         """
         needed = self.departures.serves if waiting else lambda rank: not self.departures.knows(rank)
-        ended = [rank for rank, state in (states or self.states()).items() if state in ENDED and needed(rank)]
+        ended = [rank for rank, process in self._near.items() if process.state() in ENDED and needed(rank)]
         now = time.monotonic()
         return sorted(ended, key=lambda rank: self._ended_at.setdefault(rank, now))
 
@@ -235,13 +231,17 @@ class Watch:
         """The error, once these have been stopped for so long. ``waiting``: what waits, if not a step."""
         if seconds < self._hang_timeout_s:
             return None
-        have, them = ("have", "them") if len(ranks) > 1 else ("has", "it")
-        stopped = f"{self.name(ranks)} {have} been stopped for {seconds:.0f} s while"
+        since = f"been stopped for {seconds:.0f} s"
         if waiting:  # what waits can be repeated, so the other ranks need not know
             self.departures.unanswering.update(ranks)
-            return PeerSilent(f"{stopped} {waiting}; {go_on(ranks)}")
-        since = f"{self.where} waits for {them}, and {self.last(ranks)}; {self.advice(ranks)}"
-        return self.leave_silent(ranks, f"{stopped} {since}")
+            return PeerSilent(f"{self.name(ranks)} {have(ranks)} {since} while {waiting}; {go_on(ranks)}")
+        return self._leave_stopped(ranks, since)
+
+    def _leave_stopped(self, ranks: Sequence[int], since: str = "been stopped") -> PeerSilent:
+        """Leave, and return the error about ranks that are stopped, as a rank of their host has seen."""
+        waits = f"while {self.where} waits for {'them' if len(ranks) > 1 else 'it'}, and {self.last(ranks)}"
+        text = f"{self.name(ranks)} {have(ranks)} {since} {waits}; {self.advice(ranks)}"
+        return self.leave_silent(ranks, text, How.STOPPED)
 
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
@@ -250,27 +250,29 @@ class Watch:
         patience_s = 0.0 if timed_out(text) else min(self._news_s + _ANNOUNCED_S, self._timeout_s)
         if known := self.explain(text, self._entered, patience_s) or self.silence(text, waited):
             return known
-        if not (missing := self.missing(waited)) or (
-            is_loss(error) and not (timed_out(text) or closed_by_timeout(text))
-        ):
+        late = timed_out(text) or closed_by_timeout(text)
+        if not (missing := self.missing(waited)) or (is_loss(error) and not late):
             return self._lost_unknown(text, missing) if is_loss(error) else None
         return self._not_come(missing, waited, text)
 
     def silence(self, text: str, waited: float = 0.0) -> PeerSilent | None:
         """Return the error where a rank has given up waiting for others, or for this one; ``None`` if none has."""
-        silent, missing = self.departures.silent, self.missing(waited)
-        if self._rank in silent and not missing:  # else name those
+        if not (silent := self.departures.silent):
+            return None
+        if not (missing := self.missing(waited)) and self._rank in silent:  # else name those
             return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where}{aside(text)}")
-        return self._not_come(missing or silent, waited, text) if silent else None
+        stopped = sorted(self.departures.stopped - {self._rank})
+        return self._leave_stopped(stopped) if stopped else self._not_come(missing or silent, waited, text)
 
     def _not_come(self, missing: Sequence[int], waited: float, text: str) -> PeerSilent:
         """Leave, and return the error about ranks that have not come to this rank's call."""
-        have, does = ("have", "they do (py-spy dump)") if len(missing) > 1 else ("has", "it does (py-spy dump)")
+        does, in_s = "they do" if len(missing) > 1 else "it does", f" in {waited:.1f} s" * (waited >= _SAID_S)
+        does += " (py-spy dump)"
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
         return self.leave_silent(
             missing,
-            f"{self.name(missing)} {have} not come to {self.where}{f' in {waited:.1f} s' * (waited >= _SAID_S)}, and "
+            f"{self.name(missing)} {have(missing)} not come to {self.where}{in_s}, and "
             f"{self.last(missing)}: {self.alone(missing)}; look at what {does}, and whether all ranks step several "
             f"optimizers in one order (as Join lists all), or wait longer with {self.timeout_option}{aside(text)}",
         )
@@ -292,10 +294,10 @@ class Watch:
         self._leave(str(error))
         return error
 
-    def leave_silent(self, ranks: Sequence[int], text: str) -> PeerSilent:
+    def leave_silent(self, ranks: Sequence[int], text: str, how: How = How.SILENT) -> PeerSilent:
         """Leave, tell the others that this rank has given up waiting for these, and return the error."""
         for rank in ranks:
-            self.departures.notice(Departure(rank, How.SILENT))
+            self.departures.notice(Departure(rank, how))
         return self._leave(text)
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
@@ -340,7 +342,8 @@ class Watch:
         if not self.departures.serves(rank):
             self.departures.leave()
             return
-        alive = self._lives(rank, _CLOSING_S if network_failed(text) else _ENDING_S)
+        closes_s = _CLOSING_S if network_failed(text) else _ENDING_S
+        alive = (process := self._near.get(rank)) is not None and not until(process.has_ended, closes_s)
         silent = rank not in self._near and not closed_by_peer(text)
         self.doubt(rank)
         alive |= silent and ask is not None and self._says_alive(rank, ask)
@@ -397,10 +400,6 @@ class Watch:
         are = "are" if len(stopped := self.stopped()) > 1 else "is"
         return PeerSilent(f"{self.name(stopped)} {are} stopped; {go_on(stopped)}") if stopped else None
 
-    def _lives(self, rank: int, seconds: float) -> bool:
-        """Return whether a rank of this host still runs so long after its connection has broken."""
-        return (process := self._near.get(rank)) is not None and not until(process.has_ended, seconds)
-
     def _leave_departed(self, departure: Departure, text: str = "", waiting: str = "") -> PeerLost:
         """Leave, and return the error about a rank that has left."""
         self.departures.say_untold()
@@ -410,7 +409,7 @@ class Watch:
             ranks = sorted([departure.rank, departure.from_rank])
         elif departure.how is How.LOST:
             ranks = self._ended_with(departure.rank)
-        how, them = ("have ended", "them") if len(ranks) > 1 else ("has ended", "it")
+        how, them = f"{have(ranks)} ended", "them" if len(ranks) > 1 else "it"
         how += "" if departure.rank in self._near else ", or its host does not answer,"
         waits = f"{how} while {waiting or f'{self.where} waits for {them}'}, and {self.last(ranks)}"
         name = self.name(ranks) if unannounced else self.name.of(departure.rank)
@@ -459,11 +458,13 @@ class Stops:
             return
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
-            self._watch.posted.read()
-        ended = self._watch.ended(self._waiting, states := self._watch.states())
+            self._watch.posted.read(now - self._begun)
+        if not self._waiting and (silence := self._watch.silence("", now - self._begun)) is not None:
+            raise silence
+        ended = self._watch.ended(self._waiting)
         if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
             raise self._watch.leave_lost(ended, self._waiting)
-        stopped = [rank for rank in self._watch.stopped(states) if self._only in (None, rank)]
+        stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
         if self._since:
             error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)

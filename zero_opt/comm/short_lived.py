@@ -122,7 +122,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         last_first.callback(connecting.watch.departures.forget)
         limits.hold()
         group.watch, connecting.watch.call = connecting.watch, call
-        connecting.watch.posted.end()
+        connecting.watch.posted.begin_ring()
         connecting.watch.departures.leave = group.disconnect
         try:
             yield group

@@ -96,7 +96,7 @@ class OwnGroups:
     def end_construction(self) -> None:
         """Note that all ranks serve their state, so that the ring tells of departures."""
         if self._watch is not None:
-            self._watch.posted.end()
+            self._watch.posted.begin_ring()
 
     @contextmanager
     def announcing(self) -> Iterator[None]:

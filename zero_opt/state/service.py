@@ -6,8 +6,8 @@ everywhere. So one blocked receive per rank suffices, and nothing polls. The ran
 once, tells the others, and breaks its own connections in turn. A rank that leaves training announces that, and so does
 a rank that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is
 dead, or its host is silent. In that case the rank after it asks round the ring whether it lives. One that lives says so
-in the store, since the two cannot reach each other. (gloo's receive from any rank does not notice. A gloo wait that
-times out ends the group, so waits cannot be cut into short ones. A store is polled, or has one server on one rank.)
+in the store, since the two cannot reach each other. A rank that is stopped passes nothing on; see :class:`Posted`.
+(gloo's receive from any rank does not notice. A gloo wait that times out ends the group, so none can be cut short.)
 
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers directly, from a thread of its
@@ -159,11 +159,11 @@ class StateService:
         elif message.kind == DOUBTED:
             self._watch.doubt(message.about)
         elif message.kind == DEPARTED:
-            how = How.CUT_OFF if (message.about, message.how) == (self._side.rank, How.LOST) else How(message.how)
-            self._departures.hear(Departure(message.about, how, message.steps, message.calls, message.origin))
+            told = Departure(message.about, How(message.how), message.steps, message.calls)
+            self._departures.hear(told.as_heard(self._side.rank, message.origin))
             if self._departures.has_lost(message.about):
                 self._departures.leave()
-            if how in (How.CLOSED, How.ENDED, How.FAILED):
+            if told.how in (How.CLOSED, How.ENDED, How.FAILED):
                 self._open.discard(message.about)
         elif self._final is not None:
             with self._served(message.origin):

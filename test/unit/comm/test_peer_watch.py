@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from zero_opt.comm import peer_watch
-from zero_opt.comm.departures import Departure, How
+from zero_opt.comm import departures, peer_watch
+from zero_opt.comm.departures import Departure, Departures, How, Posted
 from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
-from zero_opt.errors import PeerLost
+from zero_opt.errors import PeerLost, PeerSilent
 
 
 class _EmptyStore:
@@ -220,6 +220,36 @@ def test_of_two_that_were_seen_to_have_ended_together_both_are_named(three: tupl
     ended.update((11, 12))
     said = "rank 1 (pid 11), rank 2 (pid 12) have ended while step 0 waits for them, and they have taken no step; "
     assert str(watches[0].explain("", patience_s=0.0)).startswith(said)
+
+
+@pytest.mark.parametrize("how", [How.STOPPED, How.SILENT])
+def test_a_wait_ends_once_another_rank_has_given_up_and_its_news_does_not_come_round_the_ring(
+    three: tuple[list[Watch], set[int]], monkeypatch: pytest.MonkeyPatch, how: How
+) -> None:
+    monkeypatch.setattr(peer_watch, "done_within", lambda *_: time.sleep(0.01))  # never
+    first, _, last = watches = three[0]
+    for watch in watches:
+        watch.posted.begin_ring()
+        watch.departures.news, watch.mark_after_s = True, 0.0
+    first._entered = 1
+    first.mark()
+    first.leave_silent([1], "", how)
+    said = "been stopped while step 0 waits for it" if how is How.STOPPED else "not come to step 0 in"
+    with pytest.raises(PeerSilent, match=rf"^rank 1 \(pid 11\) has {said}"):
+        last.wait(object)
+
+
+def test_a_rank_that_waits_asks_the_store_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, store = 0.0, _CountedStore(HashStore())
+    monkeypatch.setattr(departures.time, "monotonic", lambda: seconds)
+    posted = Posted(Departures(), 0, store, lambda call: call())
+    posted.begin_ring()
+    counts = []
+    for seconds in (tenths / 10 for tenths in range(20_000)):
+        posted.read(seconds)
+        counts.append(store.asked)
+    assert counts[40] in (8, 9)
+    assert counts[-1] < 80
 
 
 def test_a_wait_for_a_backend_that_is_stuck_ends(monkeypatch: pytest.MonkeyPatch) -> None:

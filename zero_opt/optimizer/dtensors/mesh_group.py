@@ -110,7 +110,7 @@ class MeshGroup(Group):
         store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
         watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
         watch.departures.leave = partial(_disconnect, self._device_mesh)
-        watch.posted.end()
+        watch.posted.begin_ring()
         self.watch = watch
 
 
