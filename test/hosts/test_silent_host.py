@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import keepalive, peer_watch, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
+from zero_opt.comm.lazy_gloo import INTERFACES
 from zero_opt.optimizer import process_groups, sharded_optimizer
 from zero_opt.state import process_exit
 
@@ -426,6 +428,27 @@ def test_a_rank_that_passes_no_news_on_is_named_on_another_host(stopped: bool, t
     told = "rank 1 has been stopped" if stopped else "rank 1 has ended, or its host does not answer,"
     assert re.match(rf"rank 1 \(pid \d+\) {seen} while step 2 waits for it", first), first
     assert last.startswith(f"{told} while step 2 waits for it, and its last step is 1; restart"), last
+
+
+def _finds_only_itself(rank: int, world_size: int, network: Network, attempts: int) -> list[str]:
+    """Each rank gives the others an address of its own host alone, and frees what it has begun to connect."""
+    network.join(int(rank == 2))
+    store = dist.FileStore(str(network.folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=SECONDS))
+    os.environ[INTERFACES], said = "lo", list[str]()
+    for _ in range(attempts):
+        with pytest.raises(zero_opt.ProcessGroupError) as caught:
+            make_stepped(0)
+        said.append(str(caught.value))
+        del caught
+        gc.collect()
+    return said
+
+
+def test_ranks_that_have_not_connected_are_told_why_and_can_go_on(two_hosts: Network) -> None:
+    """gloo waits for ever for the end of some connections that were half made."""
+    for said in run_processes(3, _finds_only_itself, two_hosts, 4, timeout=SECONDS, backend=None):
+        assert all("cannot connect to the other ranks: gloo knows an address" in text for text in said), said
 
 
 def _falls_silent_in_a_broadcast(rank: int, world_size: int, network: Network, where: str, short: bool) -> Any:

@@ -108,6 +108,7 @@ BUILTIN_ERRORS: Mapping[str, set[str]] = {
     "placement.compact_state": {"KeyError"},  # of a mapping
     "placement.read_through": {"KeyError"},  # of a mapping
     "state.state_dict": {"KeyError"},  # becomes StateDictError
+    "system.future": {"TimeoutError"},  # answered where the wait is
     "system.background_thread": {"RuntimeError"},  # what Python raises of itself where threads start at exit
     "system.shared_memory": {"OSError"},  # answered by whoever maps memory
 }

@@ -192,7 +192,8 @@ class Agreement:
                 self._even = first.step, latest
                 raise StepDesync(
                     f"since {since} rank {rank} has called zero_grad() {report.epoch - before} times and rank "
-                    f"{present[0]} {first.epoch - before} times; after an exception every rank must call it, or none",
+                    f"{present[0]} {first.epoch - before} times; every rank must call it, or none, also after an "
+                    "exception; and no rank may leave out a step(), as where its loss is not finite",
                     epoch=latest,
                 )
 

@@ -26,11 +26,12 @@ import torch.distributed as dist
 from ..errors import OutOfResources, ProcessGroupError, ZeroOptError
 from ..system.background_thread import SerialThread
 from ..system.failures import on_failure
+from ..system.future import Future
 from ..system.limits import NO_DESCRIPTORS, limit_in
 from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
-from .lazy_gloo import partners
+from .lazy_gloo import INTERFACES, partners
 from .rendezvous import PAUSE_RANK_S, Meeting, Patience
 from .store import StoreCalls, c10d, default_store
 from .store_keys import missing, values
@@ -48,6 +49,8 @@ _FOUND_S = 3.0
 _NO_THREAD = ("new thread", "Resource temporarily unavailable")
 # What gloo says of a connection to a rank that has ended.
 _BROKEN = ("refused", "reset", "connectFullMesh")
+# Addresses that lead to the host itself, as gloo writes them.
+_LOOPBACK = ("[127.", "[::1]", "[::ffff:127.")
 # Seconds within which threads end that have nothing to wait for.
 _PROBES_END_S = 5.0
 _numbers = itertools.count()
@@ -94,7 +97,7 @@ def _open_descriptors() -> int:
 
 def _require_threads(count: int) -> None:
     """Start so many threads at once, and end them."""
-    over, probes, started = threading.Event(), BackgroundThreads(), 0
+    over, probes, started = Future[None](), BackgroundThreads(), 0
     try:
         for _ in range(count):
             probes.start(threading.Thread(target=over.wait, name="zero_opt probe"))
@@ -102,7 +105,7 @@ def _require_threads(count: int) -> None:
     except RuntimeError as error:
         raise OutOfResources(f"this process needs {count} more threads and got {started}: {error}") from error
     finally:
-        over.set()
+        over.set_result(None)
         probes.join(_PROBES_END_S)
 
 
@@ -275,6 +278,11 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
             return elsewhere
     if limit is not None:
         return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
-    if broken:
+    if broken and connecting.several_hosts and any(sign in text for sign in _LOOPBACK):
+        text = (
+            f"gloo knows an address of a rank that only its own host can reach: set {INTERFACES} on every host to the "
+            f"network interface that reaches the others ({text})"
+        )
+    elif broken:
         text = f"one of them ended meanwhile, and its own output says why; torchrun restarts all ({text})"
     return ProcessGroupError(f"cannot connect to the other ranks: {text}")

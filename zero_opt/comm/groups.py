@@ -29,15 +29,12 @@ from ..system.devices import HOST, device_backends
 from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
-from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, partners, swaps
+from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
 from .peer_watch import Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
 from .waits_beside import Courtesies, SubmittedCall, outcome, submitted
-
-# Groups that are never freed. Freeing one waits for its thread: a forked child has none, another may be stuck for ever.
-_never_freed: list[dist.ProcessGroup] = []
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
 _ENVELOPE = "<32sq{}s"
@@ -189,10 +186,10 @@ class Group:
 
     def _new_gloo(self, addresses: Any, timeout: timedelta) -> Any:
         """Return a backend for tensors in host memory, connected as collectives need it."""
-        gloo = lazy_gloo(addresses, self.rank, self.world_size, timeout)
-        addresses.meet()
-        greet(gloo, self._connected, _GREETINGS, timeout)
-        return gloo
+        with lazy_gloo(addresses, self.rank, self.world_size, timeout) as gloo:
+            addresses.meet()
+            greet(gloo, self._connected, _GREETINGS, timeout)
+            return gloo
 
     def _at_once(self) -> set[int]:
         """Return the ranks to connect to when the group is made."""
@@ -446,7 +443,7 @@ class Group:
         if pg is None:
             return
         if os.getpid() != self._pid:
-            _never_freed.append(pg)
+            never_free(pg)
             return
         self._waits.close()
         if self.watch is not None:
@@ -458,7 +455,8 @@ class Group:
                 self.courtesies.do(pg._get_backend(HOST).shutdown)
             elif self.backend == THREADED:
                 dist.destroy_process_group(pg)
-        _never_freed.extend([pg] * (self.courtesies.stuck or (self.watch is not None and self.watch.overdue)))
+        if self.courtesies.stuck or (self.watch is not None and self.watch.overdue):
+            never_free(pg)
         self._pg = None  # the last reference, which gives back connections and threads
         self._stages.clear()
 

@@ -11,34 +11,52 @@ another has connected to it: there is no connection whose end would tell, so onl
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..system.failures import on_failure
 from .store import c10d
 
+# The environment variable that names network interfaces for gloo.
+INTERFACES = "GLOO_SOCKET_IFNAME"
 # Starts to send a tensor to a rank, or to receive it from there, with a tag; the result is waited for.
 Begin = Callable[[Tensor, int, int], Any]
 
 
 def _interfaces() -> list[str]:
     """Return the network interfaces that torch would use; "" is the one of the host's name."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return os.environ.get(INTERFACES, "").split(",")
 
 
-def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo backend without connections, over the interfaces that torch would use."""
+def never_free(group: Any) -> None:
+    """Keep a group, or its backend, even from the interpreter's exit, which frees what modules hold.
+
+    Freeing one waits for its thread: a forked child has none; another is stuck for ever, or busy for ever with a
+    connection that was half made.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+@contextmanager
+def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator[Any]:
+    """A context in which to connect a gloo backend, over the interfaces that torch would use."""
     gloo = c10d.ProcessGroupGloo
     options, named, default = gloo._Options(), gloo.create_device, gloo.create_default_device
     options._devices = [
         named(interface=name, lazy_init=True) if name else default(lazy_init=True) for name in _interfaces()
     ]
     options._threads, options._timeout = 2 * len(options._devices), timeout
-    return gloo(store, rank, size, options)
+    backend = gloo(store, rank, size, options)
+    with on_failure(partial(never_free, backend)):
+        yield backend
 
 
 def greetings(send: Begin, receive: Begin, peers: Iterable[int], tag: int) -> list[tuple[Any, Tensor]]:

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from functools import partial
 from typing import Any
 
@@ -421,7 +420,7 @@ class Watch:
             asked = self._thread.submit(call)
         except RuntimeError:  # this process can get no thread
             return None
-        futures.wait([asked], _STORE_S)  # raises nothing but what a signal handler does
+        asked.wait(_STORE_S)  # raises nothing but what a signal handler does
         return asked.result(0) if asked.done() and not isinstance(asked.exception(0), RuntimeError) else None
 
     def close(self) -> None:

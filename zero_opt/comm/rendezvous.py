@@ -198,10 +198,11 @@ class Meeting:
     Attributes:
         ask: calls the store. rank: this rank in the group.
         name: a name that nothing has had, the same on all ranks; "" until all have come.
-        watch: looks at what keeps this rank waiting, once all have come.
+        watch: looks at what keeps this rank waiting, once all have come. several_hosts: whether they run on several.
     """
 
     watch: Watch
+    several_hosts = False
     _stops: Stops | None = None
 
     def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
@@ -319,6 +320,7 @@ class Meeting:
         if name != self.name:
             _, identities, self._calls = zip(*map(json.loads, came), strict=True)
             ranks = [ProcessIdentity(*identity) for identity in identities]
+            self.several_hosts = not all(rank.is_near(ranks[self.rank]) for rank in ranks)
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)

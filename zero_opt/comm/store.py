@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import OutOfResources, PeerLost
 from ..system.background_thread import SerialThread
+from ..system.future import Future
 from ..system.limits import limit_in
 from .backend_errors import first_line
 from .waits_beside import submitted
@@ -94,7 +93,7 @@ class StoreCalls:
 
     def _answered(self, future: Future[_Answer]) -> bool:
         """Wait for an answer until it is there, it takes too long, or the store is called no more."""
-        slices = (futures.wait([future], _ANSWER_S / _SLICES).done for _ in range(_SLICES))
+        slices = (future.wait(_ANSWER_S / _SLICES) for _ in range(_SLICES))
         return any(answered or self._thread.ended for answered in slices) and future.done()
 
     def close(self) -> None:

@@ -10,18 +10,17 @@ who has left, and breaks and ends its connections. While one such call has not c
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerLost
 from ..system.background_thread import CallingThread, SerialThread, run_apart
+from ..system.future import Future
 from .peer_watch import LOOK_AGAIN_S
 
 
-def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Submit a call to a thread; call it here where there is none, as once the interpreter's exit has begun."""
     try:
         if not thread.ended:
@@ -31,14 +30,14 @@ def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -
     return CallingThread().submit(call, *arguments)
 
 
-def outcome(future: futures.Future[Any], lookout: Callable[[], Callable[[], None]]) -> Any:
+def outcome(future: Future[Any], lookout: Callable[[], Callable[[], None]]) -> Any:
     """Return the result of a call on another thread, and look at the other ranks until it is there.
 
     Args:
         lookout: see :meth:`Group.lookout`.
     """
     look = None if future.done() else lookout()
-    while look is not None and not futures.wait([future], LOOK_AGAIN_S).done:
+    while look is not None and not future.wait(LOOK_AGAIN_S):
         look()
     return future.result(0)
 
@@ -51,7 +50,7 @@ class Courtesies:
     """What a rank does over one group for the other ranks alone; see [Note: courtesies]."""
 
     def __init__(self) -> None:
-        self._last: futures.Future[Any] | None = None
+        self._last: Future[Any] | None = None
 
     @property
     def stuck(self) -> bool:
@@ -68,7 +67,7 @@ class SubmittedCall:
     """A call on a thread, waited for as a backend's work is."""
 
     def __init__(self, thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> None:
-        self._submit: Callable[[], futures.Future[Any]] = lambda: submitted(thread, call, *arguments)
+        self._submit: Callable[[], Future[Any]] = lambda: submitted(thread, call, *arguments)
 
     def begin(self) -> SubmittedCall:
         """Submit the call."""
@@ -81,7 +80,7 @@ class SubmittedCall:
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Return once the call is over, and raise what it has raised; RuntimeError: it is not over in time."""
-        if not futures.wait([self._future], None if patience is None else patience.total_seconds()).done:
+        if not self._future.wait(None if patience is None else patience.total_seconds()):
             raise RuntimeError("the call is not over")
         error = self._future.exception(0)
         if error is not None:
@@ -99,8 +98,13 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
 
     What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
     """
-    over, raised = threading.Event(), list[PeerLost]()
-    thread = SerialThread("zero_opt look", over.set)
+    over, raised = Future[None](), list[PeerLost]()
+
+    def stop() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    thread = SerialThread("zero_opt look", stop)
 
     def look_on() -> None:
         while not over.wait(LOOK_AGAIN_S):
@@ -120,5 +124,5 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
             raise raised[0] from None
         raise
     finally:
-        over.set()
+        stop()
         thread.close()

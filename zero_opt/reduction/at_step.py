@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -18,6 +17,7 @@ from ..errors import GradientConflict, OutOfResources, StepDesync, ZeroOptError
 from ..layout import indices_of
 from ..sharding.buckets import scale_shards
 from ..system.devices import has_streams
+from ..system.future import Future
 from ..system.inference_mode import version_of
 from .consumed_grad import consumed_conflict
 from .ddp_conflict import ddp_conflict

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +19,7 @@ from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import Fill, GradBucket
 from ..sharding.partition import Partition
 from ..system.background_thread import SerialThread
+from ..system.future import Future
 from ..system.phases import Phase
 from ..system.stages import Lane
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from ..layout import indices_of
 from ..sharding.buckets import Fill, GradBucket, scale_shards
 from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
+from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
 from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over

@@ -16,11 +16,11 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 
 from ..comm.agreement import StepAgreement
 from ..errors import RankMismatch, StepDesync
 from ..sharding.buckets import GradBucket
+from ..system.future import Future
 from .interface import ReductionParts
 
 Launch = Callable[[], Future[bool]]

@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from ..comm.exchange import Exchange, Ident
 from ..comm.waits_beside import outcome
 from ..errors import ConfigConflict, ConfigError, ProcessGroupError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
+from ..system.future import Future
 from ..system.inference_mode import outside_inference_mode
 from ..system.phases import Phase, Seconds
 from ..system.stages import CallStages, Lane

@@ -100,7 +100,8 @@ class StateGuard:
         self.changes = self.step = 0
         self.failure: Exception | None = None
         self._told = False
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # see [Note: locks and signal handlers]
+        self._condition = threading.Condition(self._lock)
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
         self._broken: tuple[type[BaseException], str] | None = None
@@ -131,7 +132,7 @@ class StateGuard:
         Raises:
             PeerLost: as :meth:`begin`.
         """
-        with self._condition:
+        with self._lock:
             self._waiting = True
             try:
                 self._wait_for_readers(patience_s)
@@ -195,13 +196,13 @@ class StateGuard:
 
     def take_back(self) -> None:
         """End a change that has changed nothing."""
-        with self._condition:
+        with self._lock:
             self._changing = False
 
     def commit(self, step: int) -> None:
         """Complete the change, as far as this rank has enqueued it, after ``step`` optimizer steps."""
         self._marks = tuple(self.here())
-        with self._condition:
+        with self._lock:
             self.changes, self.step, self._changing = self.changes + 1, step, False
             self._condition.notify_all()
 
@@ -237,7 +238,7 @@ class StateGuard:
 
     def finish(self) -> None:
         """End the wait of readers for further changes."""
-        with self._condition:
+        with self._lock:
             self._final = True
             self._condition.notify_all()
 
@@ -252,7 +253,7 @@ class StateGuard:
 
     def admit(self, changes: int) -> Verdict:
         """Let a reader in if the state is at that number of changes; each reader that is let in calls :meth:`leave`."""
-        with self._condition:
+        with self._lock:
             if changes < self.changes or (self._changing and changes == self.changes):
                 return Verdict.AHEAD
             if changes > self.changes:
@@ -263,14 +264,14 @@ class StateGuard:
     def wait_for(self, changes: int, patience_s: float) -> Verdict:
         """Wait until the state is not behind, for ``patience_s`` seconds at most, and :meth:`admit` the reader."""
         end = time.monotonic() + patience_s
-        with self._condition:
+        with self._lock:
             while self.changes < changes and not self._final and (left := end - time.monotonic()) > 0:
                 self._condition.wait(left)
             return self.admit(changes)
 
     def leave(self) -> None:
         """Let a reader out."""
-        with self._condition:
+        with self._lock:
             self._readers -= 1
             self._condition.notify_all()
 
@@ -301,7 +302,7 @@ class StateGuard:
 
     def _take_streams(self, device: torch.device) -> Streams:
         """Return streams that no other thread uses at the moment."""
-        with self._condition:
+        with self._lock:
             idle = self._idle.setdefault(device, [])
             return idle.pop() if idle else build_streams(device, priority=-1)
 
@@ -313,7 +314,7 @@ class StateGuard:
             StepDesync: the state is being changed, a change waits for its turn, which readers that come again and again
                 would never leave it, or one has failed half-way. PeerLost: as a rank was lost.
         """
-        with self._condition:
+        with self._lock:
             self.require_readable()
             self._readers += 1
             self._own_readers += 1
@@ -321,7 +322,7 @@ class StateGuard:
         try:
             yield changes
         finally:
-            with self._condition:
+            with self._lock:
                 self._own_readers -= 1
                 self.leave()
 

@@ -94,24 +94,25 @@ class Serving:
     """The number of ranks that are being served, and when the last one was."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # see [Note: locks and signal handlers]
+        self._condition = threading.Condition(self._lock)
         self._count, self._last, self._ended = 0, 0.0, False
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """Count one more rank that is served."""
-        with self._condition:
+        with self._lock:
             self._count += 1
         try:
             yield
         finally:
-            with self._condition:
+            with self._lock:
                 self._count, self._last = self._count - 1, time.monotonic()
                 self._condition.notify_all()
 
     def end(self) -> None:
         """End :meth:`wait`: no rank will ask any more."""
-        with self._condition:
+        with self._lock:
             self._ended = True
             self._condition.notify_all()
 
@@ -127,7 +128,7 @@ class Serving:
         known = in_order or multiprocessing.parent_process() is not None
         patience_s, begun = min(timeout_s, _EXIT_S if known else _QUIET_S), time.monotonic()
         warn_at = begun + WARN_AFTER_S
-        with self._condition:
+        with self._lock:
             while not self._ended and (left := self._left(begun, patience_s)) > 0:
                 self._condition.wait(min(left, max(0.01, warn_at - time.monotonic())))
                 if time.monotonic() > warn_at:

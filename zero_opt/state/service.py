@@ -109,8 +109,8 @@ class StateService:
         self._open = set(self._others)
         self._closed = self._in_order = self._told = False
         self._lost: Exception | None = None
-        self._condition = threading.Condition()
-        self._asking = NoReentry("inside state_dict(), on the same thread")
+        self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
+        self._condition = threading.Condition(self._lock)
         self._beside, self._pulls = SerialThread("zero_opt state wait"), 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
@@ -142,7 +142,7 @@ class StateService:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
-            with self._condition:
+            with self._lock:
                 while not self._closed:
                     self._condition.wait(_FOR_EVER_S / 100)
             self._wait_passed(_INTERRUPTION_S)
@@ -182,7 +182,7 @@ class StateService:
         self._jobs.put(None)
         for thread in filter(threading.Thread.is_alive, [*self._answering, self._delivering]):
             thread.join(_INTERRUPTION_S)
-        with self._condition:
+        with self._lock:
             self._capture = self._final = None
         self._serving.end()
         self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
@@ -349,8 +349,8 @@ class StateService:
         """
         if self._closed or self._side.inherited:
             raise StateNotConsolidated(
-                "this optimizer was closed, or made in the process that this one is forked from, and holds only its "
-                "shard of the optimizer state; call opt.state_dict() before"
+                "this optimizer was closed (as an exit does), or made in the process that this one is forked from, and "
+                "holds only its shard of the optimizer state; call opt.state_dict() before"
             )
         with self._asking.held(), self._guard.reading() as changes, self._guard.after_change(self._guard.here()):
             require_not_lost(self._watch)
@@ -467,7 +467,7 @@ class StateService:
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
             return
-        with self._condition:
+        with self._lock:
             if self._closed:
                 return
             self._closed, self._in_order = True, in_order

@@ -7,11 +7,11 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakSet
 
 from .devices import thread_device
+from .future import Future
 from .interrupts import uninterrupted
 from .phases import BusySeconds
 from .stages import CallStages, Lane, UnderWay, in_one_go
@@ -178,7 +178,7 @@ class SerialThread:
 
     def idle_within(self, seconds: float) -> bool:
         """Return whether all that was submitted is over, after so many seconds at the most."""
-        return not self.runs or bool(wait([self.submit(lambda: None)], seconds).done)
+        return not self.runs or self.submit(lambda: None).wait(seconds)
 
     @property
     def runs(self) -> bool:
@@ -224,6 +224,6 @@ def run_apart(call: Callable[[], object], patience_s: float) -> Future[Any]:
         _threads.start(thread)
     except RuntimeError:  # there is no thread to be had
         run()
-    if wait([ended], patience_s).not_done:
+    if not ended.wait(patience_s):
         _left.add(thread)
     return ended

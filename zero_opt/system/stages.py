@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from .future import Future
 from .phases import Phase
 
 _Result = TypeVar("_Result")

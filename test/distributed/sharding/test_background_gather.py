@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from zero_opt.sharding.gather import ParamGather
+from zero_opt.system.future import Future
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from zero_opt.comm.exchange import BucketReduction, Exchange, Flow, Ident, Param
 from zero_opt.comm.hierarchical_exchange import HierarchicalExchange
 from zero_opt.comm.pairwise_exchange import PairwiseExchange
 from zero_opt.comm.shared_memory_exchange import HostExchange, ranks_per_host
+from zero_opt.system.future import Future
 from zero_opt.system.stages import Lane, UnderWay
 
 _native: Any = pytest.importorskip("zero_opt._native")

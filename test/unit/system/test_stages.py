@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from zero_opt.system.background_thread import CallingThread, SerialThread
+from zero_opt.system.future import Future
 from zero_opt.system.stages import CallStages, Lane, Pieces, UnderWay, in_one_go
 
 PATIENCE = 60  # seconds until a test that hangs fails

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
 from typing import NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from torch import Tensor
 from ...errors import StorageFailed
 from ...field_checks import waited_for
 from ...system.background_thread import SerialThread
+from ...system.future import Future
 from ...system.interrupts import uninterrupted
 from ...system.phases import Phase
 from .state_file import StateFile
@@ -114,8 +113,8 @@ class Disk:
     def wait(self, transfer: Future[None]) -> None:
         """Raise what went wrong with a transfer; StorageFailed if it does not end in time, and then it goes on."""
         with Phase("disk"):
-            done = futures_wait([transfer], self.patience_s).done
-        if transfer not in done:
+            done = transfer.wait(self.patience_s)
+        if not done:
             raise self._silent()
         transfer.result(0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from zero_opt.sharding.background_gather import BackgroundGather
 from zero_opt.sharding.flat_param import FlatParam
 from zero_opt.sharding.late_params import Unwatched
 from zero_opt.system.background_thread import SerialThread
+from zero_opt.system.future import Future
 from zero_opt.system.stages import Lane
 
 
@@ -311,7 +311,7 @@ def test_ctrl_c_while_a_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         for wait in (lambda: model.layers[0](torch.ones(20)), optimizer.flush):
             with monkeypatch.context() as inside:
-                inside.setattr(futures, "wait", _interrupted)
+                inside.setattr(Future, "wait", _interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     wait()
         gate.go.set()

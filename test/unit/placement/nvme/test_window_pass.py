@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from test.support.harness import assert_bitwise
 from zero_opt.errors import StorageFailed
 from zero_opt.placement.nvme.window_pass import BUFFERS, Buffer, FilePart, FileWindow, WindowPass
+from zero_opt.system.future import Future
 
 NUMEL, WINDOWS = 4, 7
 
