@@ -11,12 +11,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import add, attrgetter, is_, is_not, itemgetter, not_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..errors import GradientConsumed
+from ..system.inference_mode import version_of
 from ..system.untraced import untraced
 from .consumed_grad import ConsumedGrad, GradOwner, any_pending, not_held_here
 
@@ -28,6 +31,28 @@ class GradPlace(NamedTuple):
     consumed: ConsumedGrad
     bucket: int
     position: int
+
+
+@dataclass
+class _Buffer:
+    """A tensor of the user's, version ``version``, that gradients of ``numels`` by parameter were moved from."""
+
+    tensor: weakref.ReferenceType[Tensor]
+    version: int
+    numels: dict[int, int]
+
+    def require_unwritten(self, places: GradPlaces) -> None:
+        """Raise GradientConsumed where the tensor was written to although all of it was moved."""
+        tensor = self.tensor()
+        if tensor is None or sum(self.numels.values()) != tensor.numel() or version_of(tensor) == self.version:
+            return
+        if all(map(places.has_taken, self.numels)):
+            raise GradientConsumed(
+                f"{places[min(self.numels)].consumed.label}: p.grad was a view of a tensor of {tensor.numel()} "
+                "elements, from which a backward has moved it; that tensor was written to afterwards, which changes no "
+                "gradient. Zero gradients with opt.zero_grad() and clip them with opt.clip_grad_norm_(), or use "
+                "reduction=zero_opt.AtStep(), which leaves them where they are"
+            )
 
 
 _grad_of = attrgetter("grad")
@@ -44,6 +69,7 @@ class GradPlaces(dict[int, GradPlace]):
     def __init__(self) -> None:
         super().__init__()
         self._references = 0  # to a stand-in that this table alone holds
+        self._buffers: dict[int, _Buffer] = {}  # by the tensor's id
 
     def plan(self, index: int, param: Tensor, owner: GradOwner, label: str, at: tuple[int, int] = _NOWHERE) -> None:
         """Give a parameter its place: ``at`` a position in a bucket. A gradient that waits goes on waiting."""
@@ -66,10 +92,16 @@ class GradPlaces(dict[int, GradPlace]):
         param.grad, consumed.pending = consumed, grad
 
     def require_held(self, params: Sequence[Tensor], planned: Collection[int], here: GradOwner) -> None:
-        """Raise GradientConflict for the gradient of a parameter that is not planned, if it is not held here."""
+        """Raise GradientConflict for the gradient of a parameter that is not planned, if it is not held here.
+
+        Raises:
+            GradientConsumed: the user has written to a tensor that gradients were moved from.
+        """
         for index, param in enumerate(params if len(planned) < len(params) else ()):
             if index not in planned and isinstance(grad := param.grad, ConsumedGrad) and not self.has_taken(index):
                 raise not_held_here(grad, here)
+        for buffer in self._buffers.values():
+            buffer.require_unwritten(self)
 
     def dropped(self, among: Iterable[int]) -> list[int]:
         """Return those whose ``p.grad`` is another, or None; other threads of autograd may have put new ones there."""
@@ -90,9 +122,26 @@ class GradPlaces(dict[int, GradPlace]):
 
     def forget_pending(self, indices: Iterable[int]) -> None:
         """Forget what autograd has accumulated into these since they were taken."""
+        indices = [*indices]
         grads = [*map(_consumed_of, map(self.__getitem__, indices))]
         for grad in grads if any_pending(grads) else ():
             grad.pending = None
+        for key, buffer in [*self._buffers.items()]:
+            for index in indices:
+                buffer.numels.pop(index, None)
+            if not buffer.numels:
+                del self._buffers[key]
+
+    def note_view(self, index: int, grad: Tensor) -> None:
+        """Note that a gradient is moved which is a view of a tensor of the user's; those that autograd makes are none.
+
+        The tensor may hold gradients of others, which autograd goes on to write. So it counts once all of it was moved.
+        """
+        base: Any = grad._base
+        buffer = self._buffers.get(id(base))
+        if buffer is None or buffer.tensor() is not base:
+            buffer = self._buffers[id(base)] = _Buffer(weakref.ref(base), 0, {})
+        buffer.version, buffer.numels[index] = version_of(base), grad.numel()
 
     def renew(self, indices: Collection[int]) -> None:
         """Give another stand-in to those that were dropped, but kept; see [Note: stand-ins that somebody has kept]."""

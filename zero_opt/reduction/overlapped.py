@@ -54,8 +54,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
     slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, as far as this rank knows.
-    ``_owned`` has those with a slice on this rank.
-    Hooks, and what they call, run on autograd's threads, under ``_lock``; all else runs on the user's thread.
+    ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under ``_lock``.
     """
 
     _after_exception = "call zero_grad() on every rank and repeat it"
@@ -72,8 +71,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._owned: set[int] = set()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
-        self._launch_order: list[int] = []
-        self._active: list[int] = []
+        self._launch_order, self._active = list[int](), list[int]()
         self._collecting = False  # from send_rest() to the end of collect(), between which ranks may plan more buckets
         self._completed: list[int] | None = []
         self._planned_in_step = False
@@ -179,6 +177,8 @@ class OverlappedReduction(GradReduction, GradOwner):
                 grad = self._fresh(index, grad)
                 place = self._places[index]
                 consumed = place.consumed
+            if grad._is_view():
+                self._places.note_view(index, grad)
             try:
                 param.grad = consumed
             except RuntimeError:  # it does not fit: the parameter has another shape, dtype or device by now

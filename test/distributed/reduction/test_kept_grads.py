@@ -263,3 +263,101 @@ def test_gradients_whose_memory_is_used_again_are_added_up(reduction: Any) -> No
     expected = [torch.full((4,), 1.0 - 7 * (at + 1.5)) for at in range(3)]
     for params in run_processes(2, _with_reused_memory, reduction):
         assert_bitwise(params, expected)
+
+
+def _flatten(model: nn.Module, spare: int = 0) -> Tensor:
+    """Let gradients be views of one tensor, which has spare elements."""
+    params = [*model.parameters()]
+    flat = torch.zeros(sum(param.numel() for param in params) + spare)
+    parts = torch.split(flat, [*(param.numel() for param in params), spare])
+    _set(model, [part.view_as(param) for part, param in zip(parts, params, strict=False)])
+    return flat
+
+
+def _optimizer_over(model: nn.Module, reduction: Any = None) -> zero_opt.ShardedOptimizer:
+    options = {} if reduction is None else {"reduction": reduction}
+    return zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, **options)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {"zeroed": Tensor.zero_, "clipped": lambda flat: flat.mul_(0.5)}
+
+
+def _written_after_it_was_moved(rank: int, world_size: int, write: str, spare: int) -> str:
+    """Write to a tensor that gradients were views of, where step() is to notice it."""
+    model = _model()
+    optimizer, flat = _optimizer_over(model), _flatten(model, spare)
+    _backward(model, rank, 1.0)
+    if write == "zeroed":  # for the next step, in the place of zero_grad()
+        optimizer.step()
+    WRITES[write](flat)
+    if write == "zeroed":
+        _backward(model, rank, 2.0)
+    try:
+        optimizer.step()
+    except zero_opt.GradientConsumed as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_tensor_that_gradients_were_moved_from_is_refused(write: str) -> None:
+    found = run_processes(2, _written_after_it_was_moved, write, 0)
+    assert all("p.grad was a view of a tensor of 66 elements, from which" in said for said in found), found
+    assert run_processes(2, _written_after_it_was_moved, write, 1) == ["", ""]  # others may write to the rest
+
+
+def _flat_and_dropped(model: nn.Module, optimizer: Any, rank: int, flat: Tensor) -> None:
+    optimizer.zero_grad()
+    flat.zero_()
+    _backward(model, rank, 2.0)
+
+
+def _flat_and_set_again(model: nn.Module, optimizer: Any, rank: int, flat: Tensor) -> None:
+    del flat
+    _flatten(model)
+    _backward(model, rank, 2.0)
+
+
+def _flat_and_zeroed_in_place(model: nn.Module, optimizer: Any, rank: int, flat: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    flat.zero_()
+    _backward(model, rank, 2.0)
+
+
+def _flat_and_set_by_hand(model: nn.Module, optimizer: Any, rank: int, flat: Tensor) -> None:
+    flat.fill_(1.0 + rank)
+    _set(model, [part.view_as(p) for part, p in zip(_parts(flat, model), model.parameters(), strict=True)])
+
+
+def _parts(flat: Tensor, model: nn.Module) -> list[Tensor]:
+    return [*torch.split(flat, [param.numel() for param in model.parameters()])]
+
+
+LOOPS: dict[str, Any] = {
+    "dropped": _flat_and_dropped,
+    "set again": _flat_and_set_again,
+    "zeroed in place": _flat_and_zeroed_in_place,
+    "set by hand": _flat_and_set_by_hand,
+}
+
+
+def _valid_loop(rank: int, world_size: int, loop: str) -> list[list[Tensor]]:
+    """The parameters where gradients are moved, and where they stay."""
+    found = []
+    for reduction in (zero_opt.Overlapped(), zero_opt.AtStep()):
+        model = _model()
+        optimizer, flat = _optimizer_over(model, reduction), _flatten(model)
+        _backward(model, rank, 1.0)
+        optimizer.step()
+        for _ in range(3):
+            LOOPS[loop](model, optimizer, rank, flat)
+            optimizer.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_tensors_that_gradients_are_views_of_serve_again(loop: str) -> None:
+    for moved, stayed in run_processes(2, _valid_loop, loop):
+        assert_bitwise(moved, stayed)
