@@ -7,7 +7,8 @@
 - departure: what is known of a rank that has left, or for which the others must not wait. :class:`How` has the kinds.
 - announce: tell the others of one's own departure.
 - notice: find out that another rank has departed, and tell the others.
-- hear: be told of a departure by another rank, through the ring. What is noticed is recorded alike.
+- post: put a departure into the store, where the ring may not bring it.
+- hear: be told of a departure by another rank, through the ring or the store. What is noticed is recorded alike.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# How often the store is asked in a wait: after seconds, and a part of those waited; after seconds if it answers late.
-_READ_AGAIN_S, _READ_AGAIN_PART, _STORE_IS_LATE_S = 0.5, 0.125, 10.0
+# How often the store is asked in a wait: after a part of the seconds waited, within limits; later if it answers late.
+_READ_AGAIN_PART, _READ_AGAIN_S, READ_AGAIN_AT_MOST_S, _STORE_IS_LATE_S = 0.125, 0.5, 4.0, 10.0
 
 
 class How(enum.IntEnum):
@@ -41,11 +42,6 @@ class How(enum.IntEnum):
     def serves(self) -> bool:
         """Whether the rank still gives its state to others, until all have closed."""
         return self in (How.CLOSED, How.ENDED, How.INTERRUPTED)
-
-    @property
-    def noticed(self) -> bool:
-        """Whether other ranks tell of it, since the rank itself announces nothing."""
-        return self in (How.LOST, How.CUT_OFF, How.SILENT, How.STOPPED)
 
     @property
     def may_come(self) -> bool:
@@ -198,8 +194,8 @@ class Departures:
 
     def say(self, departure: Departure) -> None:
         """Tell the others of a departure, this rank's own or one that it has noticed."""
-        self.post(departure)
         self.tell(departure)
+        self.post(departure)
         with contextlib.suppress(ValueError):
             self.being_told.remove(departure)
 
@@ -261,37 +257,42 @@ class Departures:
 
 
 class Posted:
-    """The first departure that a rank has put into the store.
+    """News of departures through the store, which has room for one.
 
     Once all ranks are in the ring, that tells of departures. But there a rank that is stopped, or was killed while a
-    process that it has forked holds its connections, passes nothing on, and no connection breaks. So what other ranks
-    have noticed is put here then too, and ranks that wait long look here, ever more rarely.
+    process that it has forked holds its connections, passes nothing on, and no connection breaks. So what others have
+    noticed and what ends training is put here then too, and ranks that wait look here, the longer they wait the more
+    rarely. One post is enough, and one that was read: this rank asks no more then.
     """
 
     def __init__(self, departures: Departures, rank: int, store: Any, ask: Callable[[Callable[[], Any]], Any]) -> None:
         """``ask``: returns what a call of the store returns, or ``None``."""
         self._departures, self._rank, self._store, self._ask = departures, rank, store, ask
-        self._ring, self._known, self._asked_at = False, False, -math.inf
+        self._ring, self._over, self._asked_at = False, False, -math.inf
         departures.post = self.post
 
     def post(self, departure: Departure) -> None:
         """Say that a rank has left, unless the store already has a departure."""
-        if not self._ring or (departure.how.noticed and not self._known):
-            self._known = self._ring
+        if not self._ring or (self._ends_training(departure.rank) and not self._over):
+            self._over = self._ring
             self._ask(lambda: self._store.compare_set("departed", "", json.dumps([self._rank, *departure])))
+
+    def _ends_training(self, rank: int) -> bool:
+        """Return whether a rank was lost, or given up, in training: not after it had announced that it leaves."""
+        return rank in self._departures.silent or self._departures.has_lost(rank)
 
     def read(self, waited: float = 0.0) -> None:
         """Hear of the departure, if there is one; ``waited``: seconds that this rank has waited for others."""
-        again_s = max(_READ_AGAIN_S, waited * _READ_AGAIN_PART) if self._ring else 0.0
-        if self._known or time.monotonic() - self._asked_at < again_s:
+        again_s = min(max(_READ_AGAIN_S, waited * _READ_AGAIN_PART), READ_AGAIN_AT_MOST_S) if self._ring else 0.0
+        if self._over or time.monotonic() - self._asked_at < again_s:
             return
         said = self._ask(self._said)
         self._asked_at = time.monotonic() + (_STORE_IS_LATE_S if said is None else 0.0)
         if said:
             from_rank, rank, how, *rest = json.loads(said)
             self._departures.hear(Departure(rank, How(how), *rest).as_heard(self._rank, from_rank))
-            self._known = self._ring
-            if self._ring and (How(how).may_come or self._departures.has_lost(rank)):
+            self._over = self._ring
+            if self._ring and self._ends_training(rank):
                 self._departures.leave()
 
     def _said(self) -> bytes:

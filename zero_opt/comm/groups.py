@@ -186,10 +186,10 @@ class Group:
 
     def _new_gloo(self, addresses: Any, timeout: timedelta) -> Any:
         """Return a backend for tensors in host memory, connected as collectives need it."""
-        with lazy_gloo(addresses, self.rank, self.world_size, timeout) as gloo:
-            addresses.meet()
-            greet(gloo, self._connected, _GREETINGS, timeout)
-            return gloo
+        gloo = lazy_gloo(addresses, self.rank, self.world_size, timeout)
+        addresses.meet()
+        greet(gloo, self._connected, _GREETINGS, timeout)
+        return gloo
 
     def _at_once(self) -> set[int]:
         """Return the ranks to connect to when the group is made."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,18 +44,15 @@ def never_free(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-@contextmanager
-def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Iterator[Any]:
-    """A context in which to connect a gloo backend, over the interfaces that torch would use."""
+def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo backend without connections, over the interfaces that torch would use."""
     gloo = c10d.ProcessGroupGloo
     options, named, default = gloo._Options(), gloo.create_device, gloo.create_default_device
     options._devices = [
         named(interface=name, lazy_init=True) if name else default(lazy_init=True) for name in _interfaces()
     ]
     options._threads, options._timeout = 2 * len(options._devices), timeout
-    backend = gloo(store, rank, size, options)
-    with on_failure(partial(never_free, backend)):
-        yield backend
+    return gloo(store, rank, size, options)
 
 
 def greetings(send: Begin, receive: Begin, peers: Iterable[int], tag: int) -> list[tuple[Any, Tensor]]:
@@ -79,8 +75,9 @@ def greet(gloo: Any, peers: Iterable[int], tag: int, timeout: timedelta) -> None
     def send(tensor: Tensor, peer: int, tag: int) -> Any:
         return gloo.send([tensor], peer, tag)
 
-    for work, _ in greetings(send, receive, peers, tag):
-        work.wait(timeout)
+    with on_failure(partial(never_free, gloo)):
+        for work, _ in greetings(send, receive, peers, tag):
+            work.wait(timeout)
 
 
 def partners(rank: int, size: int) -> set[int]:

@@ -259,7 +259,7 @@ class Watch:
         if not (silent := self.departures.silent):
             return None
         if not (missing := self.missing(waited)) and self._rank in silent:  # else name those
-            return PeerSilent(f"the other ranks have given up waiting for this one, before {self.where}{aside(text)}")
+            return self._leave(f"the other ranks have given up waiting for this one, before {self.where}{aside(text)}")
         stopped = sorted(self.departures.stopped - {self._rank})
         return self._leave_stopped(stopped) if stopped else self._not_come(missing or silent, waited, text)
 
@@ -416,9 +416,10 @@ class Watch:
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """What the store answers, ``None`` if it does not in time."""
-        try:
-            asked = self._thread.submit(call)
-        except RuntimeError:  # this process can get no thread
+        asked = None
+        with contextlib.suppress(RuntimeError):  # this process can get no thread
+            asked = None if self._thread.ended else self._thread.submit(call)
+        if asked is None:
             return None
         asked.wait(_STORE_S)  # raises nothing but what a signal handler does
         return asked.result(0) if asked.done() and not isinstance(asked.exception(0), RuntimeError) else None

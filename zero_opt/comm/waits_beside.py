@@ -10,6 +10,7 @@ who has left, and breaks and ends its connections. While one such call has not c
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -94,17 +95,12 @@ class SubmittedCall:
 
 @contextlib.contextmanager
 def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
-    """A context in which a thread of its own calls ``look``, while the caller waits where it cannot.
+    """A context in which another thread calls ``look``, while the caller, which is not the main one, waits where it cannot.
 
     What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
     """
-    over, raised = Future[None](), list[PeerLost]()
-
-    def stop() -> None:
-        if not over.done():
-            over.set_result(None)
-
-    thread = SerialThread("zero_opt look", stop)
+    over, raised = threading.Event(), list[PeerLost]()
+    thread = SerialThread("zero_opt look", over.set)
 
     def look_on() -> None:
         while not over.wait(LOOK_AGAIN_S):
@@ -124,5 +120,5 @@ def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> It
             raise raised[0] from None
         raise
     finally:
-        stop()
+        over.set()
         thread.close()

@@ -17,6 +17,7 @@ from ..comm.departures import Departure, How
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, StepDesync
+from ..system.future import Future
 from ..system.log import log
 from .guard import Verdict
 
@@ -103,14 +104,14 @@ class Pull:
     Attributes:
         number: differs from those of other requests. step: this rank's. heard: the step, where it is known, of each
             rank that has not sent its listing. waiting: the ranks that wait for this one to say "go" or "stop"; the
-            thread that removes a rank says so. left: whether the caller has left, or has all.
+            thread that removes a rank says so. left: is over once the caller has left, or has all.
     """
 
     def __init__(self, number: int, step: int, ranks: Sequence[int]) -> None:
         self.number, self.tag, self.step = number, answer_tag(number), step
         self.heard: dict[int, int | None] = dict.fromkeys(ranks)
         self.waiting = set[int]()
-        self.left = False
+        self.left = Future[None]()
 
     def stop(self, send: Callable[..., None]) -> None:
         """Tell the ranks that have not been told to go to stop; ``send`` takes a rank, a tag and numbers."""
@@ -119,7 +120,9 @@ class Pull:
                 send(self.waiting.pop(), self.tag + 1, STOP, self.number)
 
     def warn(self) -> None:
-        """Name, in the log, the ranks that have not sent their listings."""
+        """Name, in the log, the ranks that have not sent their listings in time; waits until then."""
+        if self.left.wait(WARN_AFTER_S):
+            return
         ranks = ", ".join(
             f"rank {rank}" + ("" if step is None else f" (in step {step})")
             for rank, step in sorted(self.heard.copy().items())

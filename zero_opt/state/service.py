@@ -45,7 +45,7 @@ from torch import Tensor
 from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
-from ..comm.peer_watch import WARN_AFTER_S, Watch
+from ..comm.peer_watch import Watch
 from ..comm.side_group import SideGroup
 from ..comm.transfers import Message, Transfer, TransferQueue
 from ..comm.waits_beside import outcome, submitted
@@ -378,15 +378,13 @@ class StateService:
         """A context of one pull, after which no rank waits for a word of it."""
         self._pulls += 1
         pull = Pull(self._pulls, self._guard.step, self._others)
-        warning = threading.Timer(WARN_AFTER_S, pull.warn)
         try:
-            process_exit.started(warning)
+            process_exit.started(threading.Thread(target=pull.warn, name="zero_opt state warning"))
             yield pull
         finally:
-            warning.cancel()
-            pull.left = True
-            if pull.waiting:
-                with uninterrupted():
+            with uninterrupted():
+                pull.left.set_result(None)
+                if pull.waiting:
                     self._side.courtesies.do(partial(pull.stop, self._send))
 
     def _wait_beside(self, call: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
@@ -411,7 +409,7 @@ class StateService:
     def _ask(self, pull: Pull, changes: int) -> list[bytes | None]:
         """Ask all ranks; return their listings, ``None`` for this rank."""
         pull.waiting.update(self._others)
-        if pull.left:  # before it began
+        if pull.left.done():  # before it began
             return []
         self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
         return [self._answer_of(rank, pull) if rank in pull.heard else None for rank in range(self._side.world_size)]

@@ -14,7 +14,7 @@ import time
 from typing import Any, Generic, TypeVar
 
 _Returned = TypeVar("_Returned")
-# How long a wait may go on where a handler has ended that of another thread while it held the lock.
+# A thread that waits looks again after so many seconds: a handler may have left the lock held.
 _AGAIN_S = 1.0
 
 
@@ -32,7 +32,7 @@ class Future(Generic[_Returned]):
         self._held.release()
 
     def set_exception(self, error: BaseException) -> None:
-        """End all waits; who asks for the result raises ``error``."""
+        """End all waits; :meth:`result` raises ``error``."""
         self._error, self._done = error, True
         self._held.release()
 
@@ -65,4 +65,4 @@ class Future(Generic[_Returned]):
         try:
             raise error
         finally:
-            del error  # its traceback has this frame, which would keep it alive
+            del error, self  # the traceback has this frame, which would keep the error alive

@@ -61,7 +61,7 @@ class BackgroundThreads:
         return list(self._listed)
 
     def join(self, patience_s: float, besides: Container[threading.Thread] = ()) -> list[threading.Thread]:
-        """Cancel timers, and wait at most ``patience_s`` seconds until all are dead; returns those that are not.
+        """Wait at most ``patience_s`` seconds until all are dead; returns those that are not.
 
         Args:
             besides: threads that are not waited for.
@@ -69,8 +69,6 @@ class BackgroundThreads:
         deadline = time.monotonic() + patience_s
         while alive := [thread for thread in self.alive() if thread not in besides]:  # a thread may start another
             for thread in alive:
-                if isinstance(thread, threading.Timer):
-                    thread.cancel()
                 thread.join(max(deadline - time.monotonic(), 0.0))
             if time.monotonic() >= deadline:
                 break

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -30,6 +32,23 @@ def test_a_result_and_an_exception_arrive() -> None:
     with pytest.raises(OSError, match="gone"):
         failure.result()
     assert isinstance(failure.exception(0), OSError)
+
+
+def test_nothing_keeps_an_exception_alive_that_was_raised() -> None:
+    class Failed(Exception):
+        pass
+
+    future = Future[int]()
+    future.set_exception(Failed())
+    with pytest.raises(Failed) as caught:
+        future.result()
+    gone = weakref.ref(caught.value)
+    gc.disable()  # a cycle would wait for it
+    try:
+        del caught, future
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_any_number_of_threads_wait() -> None:
