@@ -231,6 +231,10 @@ class Departures:
         with self._lock:
             return next((other for other in self._heard.values() if other.how is How.LOST), None)
 
+    def lost_to(self, rank: int | None) -> Departure | None:
+        """Return the departure of a rank that was lost, in training or after it: of ``rank``, or if ``None`` of any."""
+        return next((other for other in self if other.how is How.LOST and rank in (None, other.rank)), None)
+
     def first(self, call: int | None) -> Departure | None:
         """Return the departure to name: that of the first rank that was lost, else of the first that misses a call.
 

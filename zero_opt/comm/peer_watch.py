@@ -430,10 +430,8 @@ class Watch:
 
 
 class Stops:
-    """How long ranks of this host have been stopped, or have ended unannounced, while one waits.
-
-    The connections of a rank that was killed stay open as long as a process that it has forked lives.
-    """
+    """How long ranks of this host have been stopped, or have ended unannounced, while one waits: the connections of a
+    rank that was killed stay open as long as a process that it has forked lives."""
 
     def __init__(self, watch: Watch, waiting: str = "", only: int | None = None) -> None:
         """``waiting``: see :meth:`Watch.hung`. ``only``: the rank that is waited for, if not all are."""
@@ -459,6 +457,8 @@ class Stops:
         self._looked = now
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read(now - self._begun)
+        if self._waiting and (lost := self._watch.departures.lost_to(self._only)) is not None:
+            raise self._watch._leave_departed(lost, waiting=self._waiting)
         if not self._waiting and (silence := self._watch.silence("", now - self._begun)) is not None:
             raise silence
         ended = self._watch.ended(self._waiting)
@@ -466,10 +466,9 @@ class Stops:
             raise self._watch.leave_lost(ended, self._waiting)
         stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
-        if self._since:
-            error = self._watch.hung(list(self._since), now - min(self._since.values()), self._waiting)
-            if error is not None:
-                raise error
+        longest = now - min(self._since.values(), default=now)
+        if (error := self._watch.hung(stopped, longest, self._waiting)) is not None:
+            raise error
 
 
 class _Wait(Stops):

@@ -95,7 +95,7 @@ class SubmittedCall:
 
 @contextlib.contextmanager
 def looked_beside(look: Callable[[], None], interrupt: Callable[[], None]) -> Iterator[None]:
-    """A context in which another thread calls ``look``, while the caller, which is not the main one, waits where it cannot.
+    """A context in which another thread calls ``look``, while the caller, not the main thread, waits where it cannot.
 
     What ``look`` raises, the context raises, once ``interrupt`` has ended the wait.
     """

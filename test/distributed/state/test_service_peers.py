@@ -21,7 +21,7 @@ from torch import nn
 import zero_opt
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.state import process_exit, service
+from zero_opt.state import messages, process_exit
 
 
 def _others_gone(rank: int, world_size: int, how: str) -> Any:
@@ -248,7 +248,7 @@ def _one_stays_behind(rank: int, world_size: int) -> Any:
     _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=2.0))
     said = ""
     if rank == 0:
-        service.WARN_AFTER_S = 0.3  # type: ignore[attr-defined]
+        messages.WARN_AFTER_S = 0.3
         logged: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_opt.comm import departures, peer_watch
 from zero_opt.comm.departures import Departure, Departures, How, Posted
-from zero_opt.comm.peer_watch import Watch
+from zero_opt.comm.peer_watch import Stops, Watch
 from zero_opt.comm.process_identity import ProcessIdentity
 from zero_opt.errors import PeerLost, PeerSilent
 
@@ -237,6 +237,19 @@ def test_a_wait_ends_once_another_rank_has_given_up_and_its_news_does_not_come_r
     said = "been stopped while step 0 waits for it" if how is How.STOPPED else "not come to step 0 in"
     with pytest.raises(PeerSilent, match=rf"^rank 1 \(pid 11\) has {said}"):
         last.wait(object)
+
+
+def test_a_wait_for_state_ends_once_a_rank_is_known_to_be_lost(three: tuple[list[Watch], set[int]]) -> None:
+    """Its connections may stay open, and another rank may have told of it first."""
+    first, *_ = three[0]
+    looks = [Stops(first, "this rank waits for its message", only) for only in (None, 1, 2)]
+    first.departures.hear(Departure(1, How.LOST))
+    for stops in looks:
+        stops._apart_s = 0.0
+    for stops in looks[:2]:
+        with pytest.raises(PeerLost, match=r"^rank 1 \(pid 11\) has ended while this rank waits for its message"):
+            stops.look()
+    looks[2].look()
 
 
 def test_what_ends_no_training_is_not_in_the_store(three: tuple[list[Watch], set[int]]) -> None:
