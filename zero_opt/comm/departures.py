@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # How often the store is asked in a wait: after a part of the seconds waited, within limits; later if it answers late.
-_READ_AGAIN_PART, _READ_AGAIN_S, READ_AGAIN_AT_MOST_S, _STORE_IS_LATE_S = 0.125, 0.5, 4.0, 10.0
+_READ_AGAIN_PART, _READ_AGAIN_S, _READ_AGAIN_AT_MOST_S, _STORE_IS_LATE_S = 0.125, 0.5, 4.0, 10.0
 
 
 class How(enum.IntEnum):
@@ -287,7 +287,7 @@ class Posted:
 
     def read(self, waited: float = 0.0) -> None:
         """Hear of the departure, if there is one; ``waited``: seconds that this rank has waited for others."""
-        again_s = min(max(_READ_AGAIN_S, waited * _READ_AGAIN_PART), READ_AGAIN_AT_MOST_S) if self._ring else 0.0
+        again_s = min(max(_READ_AGAIN_S, waited * _READ_AGAIN_PART), _READ_AGAIN_AT_MOST_S) if self._ring else 0.0
         if self._over or time.monotonic() - self._asked_at < again_s:
             return
         said = self._ask(self._said)

@@ -40,13 +40,6 @@ def test_threads_that_a_thread_starts_are_waited_for() -> None:
     assert seen == [5, 4, 3, 2, 1, 0]
 
 
-def test_a_timer_is_canceled_rather_than_waited_for() -> None:
-    background, rang = BackgroundThreads(), threading.Event()
-    background.start(threading.Timer(10 * PATIENCE_S, rang.set))
-    assert background.join(PATIENCE_S) == []
-    assert not rang.is_set()
-
-
 def test_all_threads_together_are_waited_for_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waited = [0.0], list[float]()
 
