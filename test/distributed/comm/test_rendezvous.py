@@ -345,7 +345,7 @@ def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(plac
     for name, text in (first, last):
         assert name == "PeerSilent", text
         assert text.startswith("rank 1 (pid "), text
-        assert ") has been stopped for " in text and "kill -CONT" in text
+        assert ") has been stopped " in text and "kill -CONT" in text
     name, text = stopped
     assert name == "PeerSilent", text
     assert re.match(r"(rank \d has|the other ranks have) given up waiting for this one", text), text
