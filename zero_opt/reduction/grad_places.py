@@ -120,9 +120,8 @@ class GradPlaces(dict[int, GradPlace]):
         """Return whether a parameter has a gradient."""
         return any(map(is_not, map(_grad_of, map(_param_of, self.values())), repeat(None)))
 
-    def forget_pending(self, indices: Iterable[int]) -> None:
+    def forget_pending(self, indices: Collection[int]) -> None:
         """Forget what autograd has accumulated into these since they were taken."""
-        indices = [*indices]
         grads = [*map(_consumed_of, map(self.__getitem__, indices))]
         for grad in grads if any_pending(grads) else ():
             grad.pending = None

@@ -267,11 +267,17 @@ def test_gradients_whose_memory_is_used_again_are_added_up(reduction: Any) -> No
 
 def _flatten(model: nn.Module, spare: int = 0) -> Tensor:
     """Let gradients be views of one tensor, which has spare elements."""
-    params = [*model.parameters()]
-    flat = torch.zeros(sum(param.numel() for param in params) + spare)
-    parts = torch.split(flat, [*(param.numel() for param in params), spare])
-    _set(model, [part.view_as(param) for part, param in zip(parts, params, strict=False)])
+    flat = torch.zeros(sum(param.numel() for param in model.parameters()) + spare)
+    _set_views(model, flat)
     return flat
+
+
+def _set_views(model: nn.Module, flat: Tensor) -> None:
+    start, views = 0, list[Tensor | None]()
+    for param in model.parameters():
+        start, begin = start + param.numel(), start
+        views.append(flat[begin:start].view_as(param))
+    _set(model, views)
 
 
 def _optimizer_over(model: nn.Module, reduction: Any = None) -> zero_opt.ShardedOptimizer:
@@ -326,11 +332,7 @@ def _flat_and_zeroed_in_place(model: nn.Module, optimizer: Any, rank: int, flat:
 
 def _flat_and_set_by_hand(model: nn.Module, optimizer: Any, rank: int, flat: Tensor) -> None:
     flat.fill_(1.0 + rank)
-    _set(model, [part.view_as(p) for part, p in zip(_parts(flat, model), model.parameters(), strict=True)])
-
-
-def _parts(flat: Tensor, model: nn.Module) -> list[Tensor]:
-    return [*torch.split(flat, [param.numel() for param in model.parameters()])]
+    _set_views(model, flat)
 
 
 LOOPS: dict[str, Any] = {
