@@ -16,6 +16,7 @@ from ..comm.peer_watch import WARN_AFTER_S
 from ..errors import OutOfResources, PeerLost, StepDesync, StepFailed, StorageFailed, WorkerDied, WorkerFailed
 from ..system.devices import build_streams, is_host
 from ..system.failures import on_failure
+from ..system.future import Future
 from ..system.log import log
 from ..system.streams import Streams
 
@@ -100,8 +101,7 @@ class StateGuard:
         self.changes = self.step = 0
         self.failure: Exception | None = None
         self._told = False
-        self._lock = threading.RLock()  # see [Note: locks and signal handlers]
-        self._condition = threading.Condition(self._lock)
+        self._lock, self._changed = threading.RLock(), Future[None]()  # see [Note: locks and signal handlers]
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
         self._broken: tuple[type[BaseException], str] | None = None
@@ -132,28 +132,37 @@ class StateGuard:
         Raises:
             PeerLost: as :meth:`begin`.
         """
-        with self._lock:
-            self._waiting = True
-            try:
-                self._wait_for_readers(patience_s)
-            finally:
-                self._waiting = False
-            yield
+        begun, warn_after = time.monotonic(), WARN_AFTER_S
+        self._waiting = True
+        try:
+            while True:
+                with self._lock:
+                    if not self._readers:
+                        self._waiting = False
+                        yield
+                        return
+                    changed = self._changed
+                waited = time.monotonic() - begun
+                if waited > patience_s:
+                    raise self._still_read(waited)
+                if waited > warn_after:
+                    warn_after = patience_s
+                    log.warning("step %d waits for a state_dict() of the state before it", self.step)
+                changed.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
+        finally:
+            self._waiting = False
 
-    def _wait_for_readers(self, patience_s: float) -> None:
-        begun, warned = time.monotonic(), False
-        while self._readers:
-            waited = time.monotonic() - begun
-            if waited > patience_s:
-                reader = "state_dict() on another thread of this rank" if self._own_readers else "another rank"
-                raise PeerLost(
-                    f"{reader} has been reading the state of step {self.step} for {waited:.0f} s; give it longer "
-                    "with checks=Checks(timeout=...)"
-                )
-            if waited > WARN_AFTER_S and not warned:
-                warned = True
-                log.warning("step %d waits for a state_dict() of the state before it", self.step)
-            self._condition.wait(min(patience_s - waited, WARN_AFTER_S) + 0.01)
+    def _still_read(self, waited_s: float) -> PeerLost:
+        reader = "state_dict() on another thread of this rank" if self._own_readers else "another rank"
+        return PeerLost(
+            f"{reader} has been reading the state of step {self.step} for {waited_s:.0f} s; give it longer "
+            "with checks=Checks(timeout=...)"
+        )
+
+    def _tell(self) -> None:
+        """End the waits for a change; those that wait look again, and wait for the next. Called under the lock."""
+        changed, self._changed = self._changed, Future()
+        changed.set_result(None)
 
     @contextmanager
     def changing(self, patience_s: float, step: int) -> Iterator[None]:
@@ -204,7 +213,7 @@ class StateGuard:
         self._marks = tuple(self.here())
         with self._lock:
             self.changes, self.step, self._changing = self.changes + 1, step, False
-            self._condition.notify_all()
+            self._tell()
 
     def note_failure(self, failure: Exception | None) -> None:
         """Note why the step failed on this rank, which no other rank knows; ``None``: the state is complete again."""
@@ -240,7 +249,7 @@ class StateGuard:
         """End the wait of readers for further changes."""
         with self._lock:
             self._final = True
-            self._condition.notify_all()
+            self._tell()
 
     def release(self) -> None:
         """Let readers have the copy that this thread has enqueued, and drop references to the original."""
@@ -264,16 +273,19 @@ class StateGuard:
     def wait_for(self, changes: int, patience_s: float) -> Verdict:
         """Wait until the state is not behind, for ``patience_s`` seconds at most, and :meth:`admit` the reader."""
         end = time.monotonic() + patience_s
-        with self._lock:
-            while self.changes < changes and not self._final and (left := end - time.monotonic()) > 0:
-                self._condition.wait(left)
-            return self.admit(changes)
+        while True:
+            with self._lock:
+                left = end - time.monotonic()
+                if self.changes >= changes or self._final or left <= 0:
+                    return self.admit(changes)
+                changed = self._changed
+            changed.wait(left)
 
     def leave(self) -> None:
         """Let a reader out."""
         with self._lock:
             self._readers -= 1
-            self._condition.notify_all()
+            self._tell()
 
     def edit_marks(self) -> Sequence[Mark]:
         """Return marks after the user's writes since the last change, on the streams of that change and default ones.

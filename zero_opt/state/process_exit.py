@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.departures import How
 from ..comm.peer_watch import WARN_AFTER_S
+from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from ..system.threads import BackgroundThreads
@@ -94,9 +95,8 @@ class Serving:
     """The number of ranks that are being served, and when the last one was."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # see [Note: locks and signal handlers]
-        self._condition = threading.Condition(self._lock)
-        self._count, self._last, self._ended = 0, 0.0, False
+        self._lock, self._ended = threading.RLock(), Future[None]()  # see [Note: locks and signal handlers]
+        self._count, self._last = 0, 0.0
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -108,13 +108,10 @@ class Serving:
         finally:
             with self._lock:
                 self._count, self._last = self._count - 1, time.monotonic()
-                self._condition.notify_all()
 
     def end(self) -> None:
-        """End :meth:`wait`: no rank will ask any more."""
-        with self._lock:
-            self._ended = True
-            self._condition.notify_all()
+        """End :meth:`wait`: no rank will ask any more. Called once."""
+        self._ended.set_result(None)
 
     def wait(self, timeout_s: float, in_order: bool, waits_for: Callable[[], list[int]]) -> None:
         """Wait for :meth:`end`, when the program has ended without an exception that can be seen.
@@ -128,25 +125,25 @@ class Serving:
         known = in_order or multiprocessing.parent_process() is not None
         patience_s, begun = min(timeout_s, _EXIT_S if known else _QUIET_S), time.monotonic()
         warn_at = begun + WARN_AFTER_S
-        with self._lock:
-            while not self._ended and (left := self._left(begun, patience_s)) > 0:
-                self._condition.wait(min(left, max(0.01, warn_at - time.monotonic())))
-                if time.monotonic() > warn_at:
-                    warn_at += _EXIT_S
-                    log.warning(
-                        "this process has ended, and waits for ranks %s, which may still ask for its part of the "
-                        "optimizer's state; they should close() it, or end",
-                        waits_for(),
-                    )
-            if not self._ended:
+        while (left := self._left(begun, patience_s)) > 0:
+            if self._ended.wait(min(left, max(0.01, warn_at - time.monotonic()))):
+                return
+            if time.monotonic() > warn_at:
+                warn_at += _EXIT_S
                 log.warning(
-                    "this process ends while ranks %s may still ask for its part of the optimizer's state; call "
-                    "close() on every rank, whose exit waits as long as the group's timeout then, or end later",
+                    "this process has ended, and waits for ranks %s, which may still ask for its part of the "
+                    "optimizer's state; they should close() it, or end",
                     waits_for(),
                 )
+        log.warning(
+            "this process ends while ranks %s may still ask for its part of the optimizer's state; call close() on "
+            "every rank, whose exit waits as long as the group's timeout then, or end later",
+            waits_for(),
+        )
 
     def _left(self, begun: float, patience_s: float) -> float:
         """Return the seconds until ``patience_s`` have passed since ``begun`` and since a rank was last served."""
         now = time.monotonic()
-        since = now if self._count else max(begun, self._last)
+        with self._lock:
+            since = now if self._count else max(begun, self._last)
         return min(since + patience_s, begun + _EXIT_S) - now

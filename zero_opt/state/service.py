@@ -53,6 +53,7 @@ from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptErr
 from ..system.background_thread import SerialThread
 from ..system.devices import thread_device
 from ..system.failures import on_failure
+from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
@@ -107,10 +108,9 @@ class StateService:
         self._left, self._right = ((side.rank + away) % side.world_size for away in (-1, 1))
         self._others = [rank for rank in range(side.world_size) if rank != side.rank]
         self._open = set(self._others)
-        self._closed = self._in_order = self._told = False
+        self._closed, self._in_order, self._told = Future[None](), False, False
         self._lost: Exception | None = None
         self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
-        self._condition = threading.Condition(self._lock)
         self._beside, self._pulls = SerialThread("zero_opt state wait"), 0
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
@@ -142,10 +142,9 @@ class StateService:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
-            with self._lock:
-                while not self._closed:
-                    self._condition.wait(_FOR_EVER_S / 100)
-            self._wait_passed(_INTERRUPTION_S)
+            self._closed.wait()
+            with self._lock:  # under which close() tells the others
+                self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
             self._find_lost()
@@ -223,7 +222,7 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        over = self._told or (self._closed and self._departures.knows(self._left))
+        over = self._told or (self._closed.done() and self._departures.knows(self._left))
         if not over and self._departures.serves(self._left):
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self._pass_on, doubt)
@@ -347,7 +346,7 @@ class StateService:
                 or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent or read, or
                 is not all there. StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
         """
-        if self._closed or self._side.inherited:
+        if self._closed.done() or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed (as an exit does), or made in the process that this one is forked from, and "
                 "holds only its shard of the optimizer state; call opt.state_dict() before"
@@ -466,16 +465,16 @@ class StateService:
             self._side.close()
             return
         with self._lock:
-            if self._closed:
+            if self._closed.done():
                 return
-            self._closed, self._in_order = True, in_order
+            self._in_order = in_order
+            self._closed.set_result(None)
             steps = self._guard.completed
             self._guard.finish()
             self._freeze()
             self._tell(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put(lambda: None)
-            self._condition.notify_all()
         if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
 

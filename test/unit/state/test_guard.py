@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +262,51 @@ def test_readers_wait_for_the_users_stream_only_where_the_user_has_written_to_pa
     assert guard.edit_marks() == [(device, stream, stream.record_event()), *here]
     del edited  # which a guard that serves on does not keep
     assert not guard.edit_marks()
+
+
+class _Interrupt:
+    """A trace function that raises at one line of the functions that wait, as a signal handler may.
+
+    ``begun`` is called at the first line: what it starts, the wait does not miss.
+    """
+
+    def __init__(self, at: int, begun: Callable[[], object]) -> None:
+        self._line, self._at, self._begun = 0, at, begun
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_name != "wait" or threading.current_thread() is not threading.main_thread():
+            return None
+        if event == "line":
+            self._line += 1
+            if self._line == 1:
+                self._begun()
+            if self._line == self._at:
+                raise KeyboardInterrupt
+        return self
+
+
+def _interrupted_change(guard: StateGuard, interrupt: _Interrupt) -> bool:
+    """Return whether a change was interrupted, if its wait has so many lines."""
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        guard.begin(60)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_ends_the_wait_for_readers_and_no_other() -> None:
+    at, was_interrupted = 1, True
+    while was_interrupted:
+        guard = StateGuard()
+        assert guard.admit(0) is Verdict.READY
+        reader = threading.Timer(0.05, guard.leave)
+        was_interrupted = _interrupted_change(guard, _Interrupt(at, reader.start))
+        assert guard.is_changing is not was_interrupted
+        reader.join(60)
+        assert not reader.is_alive()
+        at += 1
+    assert at > 3
