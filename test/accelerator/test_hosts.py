@@ -64,7 +64,6 @@ CASES = (
 )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, len(CASES), CHUNK))
 def test_a_mesh_of_two_dimensions_has_the_bits_of_the_cpu_and_no_race(first: int, subtests: pytest.Subtests) -> None:
     wrong = wrong_lines(4, Plan(CASES[first : first + CHUNK], SEEDS, in_turn=True), timeout=SECONDS)

@@ -19,14 +19,14 @@ def long_form(of: str) -> bool:
 
 
 EVERY_CASE = any(map(long_form, ("TESTS", "CRASH", "ACCELERATOR", "HOSTS")))
-# Folders whose tests start ranks: each case takes seconds. How many cases of such a test the short form runs.
-OF_RANKS, _COUNT = ("distributed", "accelerator", "crash", "hosts"), 2
+# Folders whose tests start ranks: each case takes seconds.
+OF_RANKS = ("distributed", "accelerator", "crash", "hosts")
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return the cases that the short form leaves out.
 
-    Of a test marked ``sampled(count)``, it runs `count` cases, of other tests in folders :data:`OF_RANKS` two. With
+    Of a test marked ``sampled(count)``, it runs `count` cases, of other tests in folders :data:`OF_RANKS` one. With
     ``sampled(count, always=text)``, cases with that text in their name are no part of the sample: they always run.
     What is left out depends on the tree that is checked out, so it is the same in every process, and a case that fails
     is not left out for long.
@@ -34,7 +34,7 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in () if EVERY_CASE else items:
         folder = item.path.relative_to(item.config.rootpath / "test").parts[0]
-        marker = item.get_closest_marker("sampled") or (pytest.mark.sampled(_COUNT) if folder in OF_RANKS else None)
+        marker = item.get_closest_marker("sampled") or (pytest.mark.sampled(1) if folder in OF_RANKS else None)
         if marker is not None and not ("always" in marker.kwargs and marker.kwargs["always"] in item.name):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     left, turn = set[pytest.Item](), _tree() if cases else ""

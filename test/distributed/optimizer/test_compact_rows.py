@@ -77,7 +77,6 @@ def _resume(rank: int, world_size: int, saved: dict[str, Any], folder: Path, off
     return found
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first", "then", "world_size"),
     [("device", "worker", 2), ("worker", "nvme", 5), ("nvme", "device", 2), ("cpu", "cpu", 2), ("cpu", "device", 1)],

@@ -143,7 +143,6 @@ def _train_compact(
     }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "offload",
     [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload(threads=1), zero_opt.WorkerOffload(threads=1, speculate=True)],

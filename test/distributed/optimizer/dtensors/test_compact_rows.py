@@ -88,7 +88,6 @@ def _resume(rank: int, world_size: int, folder: Path, start: dict[str, Any], off
     return found
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "offload"),
     [(1, zero_opt.CPUOffload()), (2, zero_opt.WorkerOffload(threads=1)), (3, None)],

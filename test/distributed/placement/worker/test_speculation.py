@@ -191,7 +191,6 @@ def _train_speculating(rank: int, world_size: int, dtype: torch.dtype) -> Any:
     return _train_mixed(rank, world_size, SPECULATING, 0.06, False, dtype)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "train", "dtype"),
     [
