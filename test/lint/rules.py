@@ -103,7 +103,7 @@ BUILTIN_ERRORS: Mapping[str, set[str]] = {
     "comm.shared_memory_exchange": {"OSError"},  # answered by an exchange without shared memory
     "comm.waits_beside": {"RuntimeError"},  # what a backend raises where a short wait ends before its work does
     "optimizer.dtensors.local_view": {"KeyError"},  # of a mapping
-    "optimizer.sharded_optimizer": {"AttributeError"},  # of __getattr__
+    "optimizer.attributes": {"AttributeError"},  # of __getattr__
     "placement.nvme.state_file": {"OSError"},  # becomes StorageFailed
     "placement.compact_state": {"KeyError"},  # of a mapping
     "placement.read_through": {"KeyError"},  # of a mapping

@@ -42,8 +42,6 @@ def add_device_backend(pg: Any, device_type: str, backend: str, timeout: timedel
     """
     store = c10d.PrefixStore(device_type, pg.get_group_store())
     kind, made = _backend_of(backend, store, pg, timeout, ranks)
-    if kind == _KINDS.NCCL:  # as torch does: other backends may have no such numbers
-        made._set_sequence_number_for_group()
     pg._register_backend(torch.device(device_type), kind, made)
 
 

@@ -1,7 +1,7 @@
 """Process groups of our own, and their collectives, chosen per backend and torch version.
 
 Methods of the process group object are called rather than the functions of ``torch.distributed``: they work from any
-thread, and their names have not been deprecated between torch 2.11 and 2.13.
+thread, and their names have not been deprecated between torch 2.11 and 2.14.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ class Group:
         self._addresses = connecting.addresses(purpose)  # held here: gloo asks it whenever two ranks connect
         gloo = connecting.connected(lambda: self._new_gloo(self._addresses, to_connect))
         gloo._set_default_timeout(timeout)
-        gloo._set_sequence_number_for_group()
         pg._set_default_backend(kinds.GLOO)
         pg._register_backend(HOST, kinds.GLOO, gloo)
         pg._set_group_name(name)

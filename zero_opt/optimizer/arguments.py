@@ -22,12 +22,19 @@ from ..errors import (
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
+from ..sharding.param_groups import hypers_of, params_of
 from ..sharding.wrapped_class import needs_closure
 from ..system.inference_mode import versions_of
 from ..system.log import log
 from .hyperparameters import require_types
 
-# Classes of whose zero_grad() the log has told.
+# Methods that a class may have of its own and that are not called, and what happens instead.
+_NOT_CALLED = {
+    "zero_grad": "opt.zero_grad() drops gradients itself",
+    "state_dict": "opt.state_dict() gathers the state itself",
+    "load_state_dict": "opt.load_state_dict() loads the state itself, and asks it to complete param groups alone",
+}
+# Classes of which the log has told that.
 _logged: WeakSet[type[torch.optim.Optimizer]] = WeakSet()
 
 
@@ -89,6 +96,7 @@ def template_of(
     before = versions_of(params)
     template = cls(entries, **defaults)
     check_options(template.param_groups)
+    _require_as_given(template, entries, params)
     if versions_of(params) != before:
         raise UnsupportedOptimizer(
             f"{cls.__name__} writes to its parameters when it is constructed, and cannot be sharded over several "
@@ -98,22 +106,58 @@ def template_of(
     return template
 
 
+def completed_group(
+    cls: type[torch.optim.Optimizer], user: torch.optim.Optimizer, defaults: Mapping[str, Any], late: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a param group that comes late, as an ``add_param_group`` of the class's own completes it.
+
+    Args:
+        user: has the other groups, and the defaults as they are now. defaults: what the class was constructed with.
+    """
+    if cls.add_param_group is torch.optim.Optimizer.add_param_group or issubclass(cls, NativeOptimizer):
+        return late
+    template, added = template_of(cls, user.param_groups, defaults), list[Tensor]()
+    params = params_of(template.param_groups)
+    template.defaults.update(user.defaults)
+    template.add_param_group(_on_meta(late, added))
+    _require_as_given(template, [*user.param_groups, late], [*params, *added])
+    return {**late, **hypers_of(template.param_groups[-1])}
+
+
+def _require_as_given(template: torch.optim.Optimizer, entries: Sequence[Any], params: Sequence[Tensor]) -> None:
+    """Raise UnsupportedOptimizer for a class that divides, reorders or leaves out param groups or parameters."""
+    groups = len(entries) if entries and isinstance(entries[0], Mapping) else 1
+    made = params_of(template.param_groups)
+    if len(template.param_groups) != groups or list(map(id, made)) != list(map(id, params)):
+        raise UnsupportedOptimizer(
+            f"{type(template).__name__} makes other param groups of those that it is given, which cannot be followed "
+            "over several ranks, nor with an offload or masters; pass the groups that it makes"
+        )
+
+
 def _refuse_untold(template: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizer for a class that saves more than state and param groups; log what else is left out."""
+    """Raise UnsupportedOptimizer for a class that saves more than state and param groups; log what is not called."""
     cls, name = type(template), type(template).__name__
-    saved: Mapping[str, Any] = {}
+    own = set[str]()
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
         with suppress(Exception):  # a class may save itself by other functions
             saved = template.state_dict()
-    if own := saved.keys() - {"state", "param_groups"}:
+            kept = zip(saved["param_groups"], template.param_groups, strict=True)
+            own = {*map(str, saved.keys() - {"state", "param_groups"})}
+            own.update(str(key) for group, live in kept for key in group.keys() - live.keys())
+    if own:
         raise UnsupportedOptimizer(
-            f"{name} saves {', '.join(map(repr, sorted(map(str, own))))} in its state dict beside state and param "
-            "groups, which would be in no checkpoint over several ranks, nor with an offload or masters; keep it in "
-            "the param groups"
+            f"{name} saves {', '.join(map(repr, sorted(own)))} in its state dict beside state and param groups, which "
+            "would be in no checkpoint over several ranks, nor with an offload or masters; keep it in the param groups"
         )
-    if cls.zero_grad is not torch.optim.Optimizer.zero_grad and cls not in _logged:
-        _logged.add(cls)
-        log.warning("%s.zero_grad() is not called: over several ranks opt.zero_grad() drops gradients itself", name)
+    if cls in _logged or issubclass(cls, NativeOptimizer):
+        return
+    _logged.add(cls)
+    for method, instead in _NOT_CALLED.items():
+        if getattr(cls, method) is not getattr(torch.optim.Optimizer, method):
+            log.warning(
+                "%s.%s() is not called over several ranks, nor with an offload or masters: %s", name, method, instead
+            )
 
 
 def _on_meta(entry: Any, params: list[Tensor]) -> Any:

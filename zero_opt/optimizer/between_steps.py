@@ -39,7 +39,7 @@ from ..state.state_dict import StateDict, StatesByIndex, pack_groups
 from ..system.background_thread import run_apart
 from ..system.log import log
 from ..system.streams import wait_done
-from .arguments import adopt_errors, template_of
+from .arguments import adopt_errors, completed_group, template_of
 from .config import Config
 from .contents import HyperDigest, loaded_contents, loaded_digest
 from .dtensors.mesh_params import MeshParams, admit
@@ -186,8 +186,7 @@ class BetweenSteps(Engine):
             with self._of_all_ranks():
                 with self.agreement.together("add_param_group()"):
                     self._planner.planned.require()
-                    conflict = self._changed_while_pending()
-                    if conflict is not None:
+                    if (conflict := self._changed_while_pending()) is not None:
                         raise conflict
                     known = len(user.param_groups)
                     self._parked.require_here()
@@ -195,6 +194,7 @@ class BetweenSteps(Engine):
                     with adopt_errors():
                         admit(self._mesh, params_of([taken]))
                         await_others(self._lagging, params_of([taken]))
+                        taken = completed_group(config.optimizer_class, user, config.defaults, taken)
                         torch.optim.Optimizer.add_param_group(user, taken)
                         template_of(config.optimizer_class, user.param_groups[known:], config.defaults, known)
                     config.check_params(user.param_groups, self._describe)

@@ -19,10 +19,10 @@ from ..placement.compact_state import is_compact
 from ..placement.native_rules import ADAM_CLASSES
 from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of
-from ..sharding.wrapped_class import is_elementwise, needs_closure
+from ..sharding.wrapped_class import is_elementwise, needs_closure, steps_params_apart
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
-from ..state.trial import is_known
+from ..state.trial import completed_groups, is_known
 from ..state.usual_states import UsualStates
 from ..system.garbage_collection import without_collection
 from ..system.log import log
@@ -159,6 +159,8 @@ def fitted_state(
         if not whole:
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused, config.defaults)
+        if not (whole or steps_params_apart(cls)):
+            groups = completed_groups(cls, groups, param_groups, config.defaults)
         loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
         config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)

@@ -27,6 +27,7 @@ from ..state.state_dict import StateDict
 from ..system.failures import on_failure
 from ..system.untraced import untraced
 from .arguments import adopt_errors, refusal_of_others, template_of
+from .attributes import WrappedAttributes
 from .config import Config
 from .dtensors.engine import DTensorEngine, DTensorSingleRank
 from .dtensors.local_parts import state_nbytes
@@ -41,10 +42,8 @@ from .process_groups import OwnGroups
 from .sharded import ShardedEngine
 from .single_rank import SingleRank
 
-_CHOSEN_ONCE = frozenset(("process_group", "reduction", "offload", "precision", "max_grad_norm", "checks"))
 
-
-class ShardedOptimizer(UnevenInputs):
+class ShardedOptimizer(WrappedAttributes, UnevenInputs):
     """Any ``torch.optim`` optimizer, its state and gradients sharded over a process group (ZeRO-1 and ZeRO-2).
 
     The sharding is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -131,7 +130,8 @@ class ShardedOptimizer(UnevenInputs):
         with adopt_errors():
             template = template_of(config.optimizer_class, entries, config.defaults)
             super().__init__(entries, template.defaults)
-        for group, complete in zip(self.param_groups, template.param_groups, strict=False):
+        self._of_class = {*dir(template)} - {*dir(torch.optim.Optimizer)}
+        for group, complete in zip(self.param_groups, template.param_groups, strict=True):
             group.update(hypers_of(complete))
         config.check_params(self.param_groups, self._describe)
 
@@ -453,19 +453,6 @@ class ShardedOptimizer(UnevenInputs):
         kind, opened, groups = as_in_torch.partition("(")
         held = "; ".join(f"{name} {mib(nbytes)}" for name, nbytes in self.memory_report().items())
         return f"{kind}{opened}\n{summary}\n{held}\n{groups.lstrip()}"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _CHOSEN_ONCE:
-            instead = "clip with opt.clip_grad_norm_(), or " if name == "max_grad_norm" else ""
-            raise ConfigConflict(f"{name} cannot change after construction; {instead}construct a new optimizer")
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the wrapped optimizer that this one lacks."""
-        engine = self.__dict__.get("_engine")
-        if engine is None or engine.wrapped is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        return getattr(engine.wrapped, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what ``copy`` and ``pickle`` keep, at world size 1 only."""

@@ -142,7 +142,7 @@ class StateService:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
-            self._closed.wait()
+            self._closed.wait(_FOR_EVER_S)
             with self._lock:  # under which close() tells the others
                 self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:

@@ -230,6 +230,29 @@ class Zeroing(Own):
         super().zero_grad(set_to_none)
 
 
+class Marking(Own):
+    """Saves a param group's key that its param groups lack."""
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        saved["param_groups"][0]["version"] = 2
+        return saved
+
+
+class Dividing(Own):
+    """Gives every parameter a param group of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": [param]} for param in params], lr)
+
+
+class Reordering(Own):
+    """Steps the last parameter first."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([*params][::-1], lr)
+
+
 def _refused(rank: int, world_size: int, offload: Any, cls: type[Own]) -> str:
     params = _params()
     with pytest.raises(zero_opt.UnsupportedOptimizer) as caught:
@@ -244,6 +267,9 @@ def _refused(rank: int, world_size: int, offload: Any, cls: type[Own]) -> str:
     [
         (Writing, "Writing writes to its parameters when it is constructed"),
         (Saving, "Saving saves 'clock' in its state"),
+        (Marking, "Marking saves 'version' in its state"),
+        (Dividing, "Dividing makes other param groups"),
+        (Reordering, "Reordering makes other param groups"),
     ],
 )
 def test_what_would_be_lost_is_refused_on_every_rank(cls: type[Own], words: str, place: str) -> None:
@@ -251,15 +277,141 @@ def test_what_would_be_lost_is_refused_on_every_rank(cls: type[Own], words: str,
     assert all(words in said for said in run_threads(world_size, _refused, offload, cls))
 
 
-@pytest.mark.parametrize(("cls", "count"), [(Zeroing, 1), (Own, 0), (torch.optim.SGD, 0), (zero_opt.CPUAdamW, 0)])
-def test_a_zero_grad_that_is_not_called_is_logged(cls: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+class Completing(Own):
+    """Has its own ways to complete param groups: late ones, and those of a checkpoint of an older version."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("times", 2.0)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        super().add_param_group({"lr": self.defaults["lr"] / (1 + len(self.param_groups)), "times": 3.0, **group})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["lr"] /= 2
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= group["times"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "methods"),
+    [
+        (Zeroing, ["zero_grad"]),
+        (Completing, ["load_state_dict"]),
+        (Own, []),
+        (torch.optim.SGD, []),
+        (zero_opt.CPUAdamW, []),
+    ],
+)
+def test_methods_that_are_not_called_are_logged(cls: Any, methods: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zero_opt"):
         zero_opt.ShardedOptimizer(_params(), cls, offload=zero_opt.CPUOffload()).close()
-    assert len([record for record in caplog.records if "zero_grad() is not called" in record.message]) == count
+    said = [record.message for record in caplog.records if "is not called" in record.message]
+    assert [text.partition("()")[0] for text in said] == [f"{cls.__name__}.{method}" for method in methods]
+
+
+def _completed(rank: int, world_size: int, offload: Any) -> None:
+    """What late param groups and those of an old checkpoint become, beside the class alone."""
+    whole, sharded = _params(), _params()
+    plain = Completing(whole[:1], lr=0.1)
+    optimizer = zero_opt.ShardedOptimizer(sharded[:1], Completing, lr=0.1, offload=offload)
+    for late, each in ((whole, plain), (sharded, optimizer)):
+        each.defaults["lr"] = 0.4
+        each.add_param_group({"params": late[1:]})
+    assert_bitwise(*_train([(whole, plain), (sharded, optimizer)]))
+    saved = plain.state_dict()
+    for group in saved["param_groups"]:
+        del group["times"]
+    plain.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    assert_bitwise(*_train([(whole, plain), (sharded, optimizer)]))
+    optimizer.close()
+
+
+@places
+def test_a_class_completes_param_groups_itself(place: str) -> None:
+    world_size, offload = PLACES[place]
+    run_threads(world_size, _completed, offload)
+
+
+class Refusing(Own):
+    """Takes no checkpoint."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise KeyError("version")
+
+
+def _load_refused(rank: int, world_size: int, offload: Any) -> str:
+    optimizer = zero_opt.ShardedOptimizer(_params(), Refusing, offload=offload)
+    with pytest.raises(zero_opt.StateDictError) as caught:
+        optimizer.load_state_dict(Own(_params()).state_dict())
+    optimizer.close()
+    return str(caught.value)
+
+
+@places
+def test_a_class_that_refuses_a_checkpoint_is_named(place: str) -> None:
+    world_size, offload = PLACES[place]
+    said = run_threads(world_size, _load_refused, offload)
+    assert all("Refusing refuses the param groups of the state dict: 'version'" in text for text in said)
+
+
+class Scaled(Own):
+    """Reads an attribute of its own in its step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.factor = 1.0
+
+    def scale(self, param: Tensor) -> float:
+        return self.factor
+
+
+def _set_attribute(rank: int, world_size: int, offload: Any) -> str:
+    optimizer = zero_opt.ShardedOptimizer(_params(), Scaled, offload=offload)
+    optimizer.note = "mine"
+    del optimizer.note
+    with pytest.raises(zero_opt.ConfigConflict) as caught:
+        optimizer.factor = 0.5
+    optimizer.close()
+    return str(caught.value)
+
+
+@places
+def test_an_attribute_that_no_step_would_read_is_refused(place: str) -> None:
+    world_size, offload = PLACES[place]
+    said = run_threads(world_size, _set_attribute, offload)
+    assert all("factor is an attribute of the wrapped class" in text for text in said)
+
+
+def test_an_attribute_reaches_the_class_alone() -> None:
+    whole, sharded = _params(), _params()
+    plain, optimizer = Scaled(whole), zero_opt.ShardedOptimizer(sharded, Scaled)
+
+    def edit(step: int, params: list[nn.Parameter]) -> None:
+        each: Any = plain if params is whole else optimizer
+        each.factor = 0.25 * step
+        each.note = step
+        assert (each.factor, each.note) == (0.25 * step, step)
+        del each.note
+        assert not hasattr(each, "note")
+
+    assert_bitwise(*_train([(whole, plain), (sharded, optimizer)], edit))
+    assert not torch.equal(whole[0], _params()[0])
 
 
 def test_a_class_alone_is_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """At world size 1, without an offload or masters."""
-    for cls in (Writing, Saving, Zeroing, Twice):
+    for cls in (Writing, Saving, Marking, Dividing, Reordering, Zeroing, Completing, Twice):
         zero_opt.ShardedOptimizer(_params(), cls).close()
     assert not caplog.records

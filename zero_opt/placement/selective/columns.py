@@ -102,8 +102,8 @@ def check_columns(state: Mapping[str, Any], shape: torch.Size, part: torch.Size 
         if (key in state or key != WAITING) and not fits:
             given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else quoted(value)
             return f"state {key!r} must be a bool or floating-point tensor of shape {tuple(wanted)}, got {given}"
-    if type(state[WINDOW]) is not Tensor:  # a DTensor, of which this rank may have no part
-        return None
+    if any(type(state[key]) is not Tensor for key in (WINDOW, COLUMN_STEPS, COLUMN_SELECTED)):
+        return None  # a DTensor, whose values only a collective tells
     numbers = state[WINDOW].tolist()
     if not all(low <= number < math.inf and number == int(number) for low, number in zip(_LEAST, numbers, strict=True)):
         return f"state {WINDOW!r} is {numbers}, no position between selections"

@@ -64,7 +64,7 @@ class ResultDelivery:
     """
 
     def __init__(self, writer: ParamWriter, model: nn.Module | None) -> None:
-        self._writer, self._model = writer, model
+        self._writer, self._keeps = writer, model is not None  # no reference to it: it may have one to the optimizer
         self._left: dict[int, Used] = {}  # by bucket, until they have arrived
         self._lock = threading.Lock()  # of who copies
         self.overtaken: FlatParam | None = None
@@ -73,7 +73,7 @@ class ResultDelivery:
         """Take in what a step has made, which stays as it is until :meth:`await_result` or :meth:`await_results`."""
         OwnWrites(shard.flats[position] for shard, positions in made for position in positions).count()
         at_once = made
-        if self._model is not None:
+        if self._keeps:
             at_once = [used for used in made if not is_host(used.shard.bucket.device)]
             late = [used for used in made if is_host(used.shard.bucket.device)]
             self._left.update({used.shard.bucket.layout.index: used for used in late})

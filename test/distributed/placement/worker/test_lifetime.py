@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,23 @@ def test_gathering_in_the_background(offload: Any) -> None:
 
     for one, other in run_processes(2, run):
         assert_bitwise(one, other)
+
+
+def test_a_model_that_knows_its_optimizer_is_collected_with_it() -> None:
+    def run(rank: int, world_size: int) -> list[bool]:
+        model: Any = nn.Linear(20, 1)
+        reduction = zero_opt.Overlapped(overlap_param_gather=model)
+        model.optimizer = make(model.parameters(), reduction=reduction, offload=NOW)
+        model(values(0, 0, rank, 0, (5, 20))).sum().backward()
+        model.optimizer.step()
+        model.optimizer.flush()
+        gone = weakref.ref(model), weakref.ref(model.optimizer), weakref.ref(worker_of(model.optimizer))
+        del model, reduction
+        gc.collect()
+        return [reference() is None for reference in gone]
+
+    for gone in run_processes(2, run):
+        assert gone == [True] * 3
 
 
 @pytest.mark.parametrize(
