@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any
@@ -69,12 +69,12 @@ class Trial:
         """The parameter's live state; empty if there is none."""
         return self.optimizer.state.get(self.param) or {}
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Make one step with a gradient of zeros, of a layout that the class takes."""
         layout = torch.sparse_coo if isinstance(self.optimizer, torch.optim.SparseAdam) else torch.strided
         self.param.grad = torch.zeros_like(self.param, layout=layout)
         try:
-            bare_step(self.optimizer)
+            bare_step(self.optimizer, closure)
         finally:
             self.param.grad = None
 
