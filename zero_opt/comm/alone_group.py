@@ -8,6 +8,7 @@ import os
 from torch import Tensor
 
 from .groups import ALONE, Group
+from .waits_beside import Broken
 
 
 class AloneGroup(Group):
@@ -17,7 +18,7 @@ class AloneGroup(Group):
         self.inline_bytes, self.backend, self.ranks = 0, ALONE, []
         self.rank, self.world_size = 0, 1
         self.timeout_s = math.inf  # steps wait for no other rank, but for threads of this process that read the state
-        self._pid = os.getpid()
+        self._pid, self.broken = os.getpid(), Broken()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._require_not_forked()

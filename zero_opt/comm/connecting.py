@@ -184,6 +184,8 @@ class Connecting(Meeting):
     def _wait(self, done: Callable[[], bool], store: Any, keys: Sequence[str], look: Callable[[], None]) -> None:
         if not until(done, self.patience_s, lambda _: look(), PAUSE_RANK_S * self._world_size):
             late = [key.rpartition("/")[2] for key in missing(partial(self.ask, store.check), keys)]
+            if not late:  # the last has come since
+                return
             who, which = f"rank {', '.join(late)}", "one of them" if len(late) > 1 else "it"
             raise ProcessGroupError(
                 f"not all ranks have connected within {self.patience_s:.0f} s. Missing: {who}: {which} has ended or is "

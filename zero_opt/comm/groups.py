@@ -34,7 +34,7 @@ from .peer_watch import Stops, Watch
 from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
-from .waits_beside import Courtesies, SubmittedCall, outcome, submitted
+from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
 _ENVELOPE = "<32sq{}s"
@@ -115,6 +115,7 @@ class Group:
         watch: notices, while this rank waits for all ranks, which of them keep it waiting; explains errors.
         farewell: called before this rank breaks its connections.
         told: ``id`` of the error that all ranks raise. courtesies: what this rank does for the others alone.
+        broken: whether this rank has broken its connections.
         inline_bytes: payloads up to this size need one message in ``all_gather_bytes``; the same on every rank.
     """
 
@@ -143,7 +144,7 @@ class Group:
         self.rank, self.world_size = dist.get_rank(parent), parent.size()
         self.ranks: list[int] = dist.get_process_group_ranks(parent)
         self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
-        self._pid, self._broken, self._aborted = os.getpid(), threading.Lock(), threading.Lock()
+        self._pid, self.broken, self._aborted = os.getpid(), Broken(), threading.Lock()
         self._connected = self._at_once()
         self._used = set(self._connected)
         self._parent = weakref.ref(parent)
@@ -233,7 +234,7 @@ class Group:
 
     def lookout(self) -> Callable[[], None]:
         """Return a function to call again and again in a wait: it raises PeerSilent for a rank that is stopped."""
-        return (lambda: None) if self.watch is None else Stops(self.watch).attend
+        return (lambda: None) if self.watch is None else self.broken.lookout(Stops(self.watch).attend, self.explain)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -285,6 +286,7 @@ class Group:
             finally:
                 if not waiting.done():  # the ranks are not at one point any more
                     self._waits.close()
+                    self.broken.leave(self._waits)
                     self._waits = SerialThread("zero_opt wait", self.interrupt)
                     self.interrupt()
 
@@ -417,7 +419,7 @@ class Group:
 
     def disconnect(self) -> None:
         """Break this rank's connections, but leave alone what is under way on an accelerator."""
-        if os.getpid() == self._pid and self.has_send_recv and self._broken.acquire(blocking=False):
+        if os.getpid() == self._pid and self.has_send_recv and self.broken.begin():
             self.courtesies.do(self._break)
 
     def _break(self) -> None:

@@ -29,7 +29,7 @@ class SideGroup(Group):
 
     def lookout(self, only: int | None = None) -> Callable[[], None]:
         """Return what :meth:`Group.lookout` does; ``only``: the rank that is waited for, if not all are."""
-        return (lambda: None) if self.beside is None else Stops(self.beside, _ASKS, only).look
+        return (lambda: None) if self.beside is None else self.broken.lookout(Stops(self.beside, _ASKS, only).look)
 
     def looking(self, rank: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which another thread than the main one waits for a rank, which may stop or be killed."""

@@ -5,12 +5,19 @@ Where the system refuses what gloo sends, as for lack of memory, gloo's thread a
 other's locks for ever, and with them every later call about that connection. So what a rank does for the other ranks
 alone, once they part, is done on a thread of its own, for which the rank waits a little: it says that it leaves, tells
 who has left, and breaks and ends its connections. While one such call has not come back, further ones are left out.
+
+[Note: half a message]
+Where a connection ends, gloo ends all waits for its messages but one: that for a message of which a part has arrived.
+Nothing else than the time that this wait was given can end it. So whoever looks at the other ranks meanwhile gives it
+up, a little after this rank has broken its connections, and leaves the thread that waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -91,6 +98,52 @@ class SubmittedCall:
     def value(self) -> Any:
         """What the call has returned."""
         return self._future.result(0)
+
+
+# Seconds within which waits end whose connections this rank has broken, and what is said of one that does not.
+_WAITS_END_S = 3.0
+_BROKEN_OFF = "a message has broken off"
+
+
+class Broken:
+    """Whether this rank has broken its connections of one group; see [Note: half a message]."""
+
+    def __init__(self) -> None:
+        self._once, self._at = threading.Lock(), math.inf
+
+    def begin(self) -> bool:
+        """Return whether they are to be broken now: ``True`` the first time."""
+        first = self._once.acquire(blocking=False)
+        if first:
+            self._at = time.monotonic()
+        return first
+
+    @property
+    def ends_no_wait(self) -> bool:
+        """Whether a wait over them that is not over by now never will be."""
+        return time.monotonic() - self._at > _WAITS_END_S
+
+    def leave(self, thread: SerialThread) -> None:
+        """Keep the interpreter's exit from waiting for a thread that waits over them, if nothing ends that."""
+        if self.ends_no_wait:
+            thread.leave()
+
+    def lookout(
+        self, look: Callable[[], None], explain: Callable[[str], PeerLost | None] = lambda _: None
+    ) -> Callable[[], None]:
+        """Return a function that does as ``look``, and raises PeerLost in a wait that nothing ends.
+
+        Args:
+            explain: see :meth:`Group.explain`.
+        """
+
+        def look_on() -> None:
+            look()
+            if self.ends_no_wait:
+                lost = PeerLost(f"the ranks' connections have broken ({_BROKEN_OFF}); restart from the last checkpoint")
+                raise explain(_BROKEN_OFF) or lost from RuntimeError(_BROKEN_OFF)
+
+        return look_on
 
 
 @contextlib.contextmanager

@@ -119,10 +119,12 @@ class OwnGroups:
             exchange.leave()
         for group in (self.control, self.reduce, self.gather):
             group.disconnect()
+        if self._thread is not None:
+            self.control.broken.leave(self._thread)
 
     def _leave_in_order(self) -> None:
         """Leave training as :meth:`_leave` does, once what is queued for other ranks has been sent."""
-        if self._thread is not None and self._thread.accepts_calls:
+        if self._thread is not None and self._thread.accepts_calls and not self.control.broken.ends_no_wait:
             self._thread.submit(self._leave)
         else:
             self._leave()

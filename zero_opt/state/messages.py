@@ -6,6 +6,8 @@ Every message is a few int64 numbers, except listings and the elements themselve
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..comm.backend_errors import timed_out
-from ..comm.departures import Departure, How
+from ..comm.departures import Departure, How, go_on
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
-from ..errors import PeerLost, StepDesync
+from ..errors import PeerLost, PeerSilent, StepDesync
 from ..system.future import Future
 from ..system.log import log
 from .guard import Verdict
@@ -112,12 +114,35 @@ class Pull:
         self.heard: dict[int, int | None] = dict.fromkeys(ranks)
         self.waiting = set[int]()
         self.left = Future[None]()
+        self._awaited, self._patience_s, self._due = -1, math.inf, math.inf
 
     def stop(self, send: Callable[..., None]) -> None:
         """Tell the ranks that have not been told to go to stop; ``send`` takes a rank, a tag and numbers."""
         with contextlib.suppress(KeyError):  # there are none left
             while True:
                 send(self.waiting.pop(), self.tag + 1, STOP, self.number)
+
+    def wait_for(self, rank: int, patience_s: float) -> None:
+        """Note from which rank the next message must come within so many seconds."""
+        self._awaited, self._patience_s, self._due = rank, patience_s, time.monotonic() + patience_s
+
+    def answered(self, rank: int) -> None:
+        """Note that a rank has sent its listing."""
+        self._due = math.inf
+        del self.heard[rank]
+
+    def lookout(self, look: Callable[[], None], watch: Watch) -> Callable[[], None]:
+        """Return a function that does as ``look``, and raises PeerSilent once that message is late.
+
+        gloo's wait goes on: one that times out breaks all connections.
+        """
+
+        def look_on() -> None:
+            look()
+            if time.monotonic() > self._due:
+                raise unanswered(watch, self._awaited, self._patience_s)
+
+        return look_on
 
     def warn(self) -> None:
         """Name, in the log, the ranks that have not sent their listings in time; waits until then."""
@@ -140,6 +165,15 @@ def explained(watch: Watch, words: str, patience_s: float | None = None) -> Peer
     if patience_s is None and timed_out(words):
         patience_s = FAREWELL_S
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
+
+
+def unanswered(watch: Watch, rank: int, seconds: float) -> PeerLost:
+    """Return the error about a rank that has not answered in so many seconds; it may answer later."""
+    watch.departures.unanswering.add(rank)
+    return explained(watch, "Timed out", 0.0) or PeerSilent(
+        f"{watch.name([rank])} has not answered in {seconds:.0f} s while state_dict() before {watch.where} waits for "
+        f"it: it is stopped, or its host does not answer; {go_on([rank])}"
+    )
 
 
 def require_not_lost(watch: Watch) -> None:

@@ -386,11 +386,11 @@ class StateService:
                 if pull.waiting:
                     self._side.courtesies.do(partial(pull.stop, self._send))
 
-    def _wait_beside(self, call: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
+    def _wait_beside(self, call: Callable[..., Any], pull: Pull, given: Any, meanwhile: Callable[[], Any]) -> Any:
         """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
-        asked = submitted(self._beside, call, *arguments)
+        asked = submitted(self._beside, call, pull, given)
         try:
-            return meanwhile(), outcome(asked, self._side.lookout)
+            return meanwhile(), outcome(asked, lambda: pull.lookout(self._side.lookout(), self._watch))
         finally:
             if not asked.done():  # a rank that does not answer may keep the thread for long
                 self._beside.leave()
@@ -416,19 +416,21 @@ class StateService:
     def _answer_of(self, rank: int, pull: Pull) -> bytes:
         """Return a rank's listing."""
         tag, answer = pull.tag, Answer(LATER, 0, 0, 0)
+        pull.wait_for(rank, self._side.timeout_s)
         while answer.code == LATER or answer.pull != pull.number:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
             words = words_of(*answer)
             self._receive(words, rank, tag)
             answer = Answer(*words.tolist())
             pull.heard[rank] = answer.step
+            pull.wait_for(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself
         if answer.code == Verdict.BEHIND.value and (left := self._departures.of(rank)) is not None:
             raise PeerLost(left.text(f"rank {rank}", "has ended"))
         answer.require_ready(rank, pull.step)
         payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(payload))
-        del pull.heard[rank]
+        pull.answered(rank)
         return payload
 
     def _fetch_all(self, pull: Pull, targets: dict[int, list[Places]]) -> None:

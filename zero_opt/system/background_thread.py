@@ -80,7 +80,7 @@ def _end_all() -> None:
     for interrupt in interrupts:
         interrupt()
     if interrupts:
-        _threads.join(_INTERRUPTED_PATIENCE_S)
+        _threads.join(_INTERRUPTED_PATIENCE_S, _left)
     _threads.hold()
 
 

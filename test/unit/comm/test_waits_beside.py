@@ -14,7 +14,11 @@ import pytest
 from test.support.failures import PATIENCE_S
 from zero_opt.comm import waits_beside
 from zero_opt.comm.groups import Group
-from zero_opt.comm.waits_beside import Courtesies
+from zero_opt.comm.waits_beside import Broken, Courtesies, outcome
+from zero_opt.errors import PeerLost
+from zero_opt.system import background_thread
+from zero_opt.system.background_thread import SerialThread
+from zero_opt.system.future import Future
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def test_a_group_is_left_where_the_backend_does_not_return(blocked: threading.Ev
         return call
 
     group: Any = object.__new__(Group)
-    group._pid, group._broken, group._aborted = os.getpid(), threading.Lock(), threading.Lock()
+    group._pid, group.broken, group._aborted = os.getpid(), Broken(), threading.Lock()
     group._used, group.backend, group.device_backends, group._stages = {1}, "gloo", {}, []
     group.farewell, group._waits, group.courtesies = called("farewell"), SimpleNamespace(close=list), Courtesies()
     backend = SimpleNamespace(shutdown=called("shutdown"))
@@ -74,3 +78,33 @@ def test_a_group_is_left_where_the_backend_does_not_return(blocked: threading.Ev
     assert _ended(group.close)
     assert asked[-1] == where
     assert group._pg is None
+
+
+def test_a_wait_that_a_broken_connection_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits_beside, "_WAITS_END_S", 0.1)
+    broken, looks = Broken(), list[int]()
+    assert broken.begin()
+    assert not broken.begin()
+    with pytest.raises(PeerLost, match="connections have broken"):
+        outcome(Future[None](), lambda: broken.lookout(lambda: looks.append(1)))
+    assert looks
+
+
+def test_the_exit_does_not_wait_for_a_thread_that_was_left_and_that_its_interruption_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Joins are noted in place of being waited for."""
+    left, interrupted, besides = SerialThread("left", lambda: interrupted.append(1)), list[int](), list[Any]()
+    over = threading.Event()
+    left.submit(over.wait)
+    left.leave()
+    thread: Any = left._thread
+    threads = SimpleNamespace(join=lambda _, but=(): besides.append(but) or [thread], hold=lambda: None)
+    monkeypatch.setattr(background_thread, "_threads", threads)
+    monkeypatch.setattr(background_thread, "_over", threading.Event())
+    monkeypatch.setattr(background_thread, "_running", {thread: background_thread._running[thread]})
+    background_thread._end_all()
+    over.set()
+    assert interrupted
+    assert len(besides) == 2
+    assert all(thread in each for each in besides)

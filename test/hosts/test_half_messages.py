@@ -1,0 +1,111 @@
+"""A rank of another host that is killed while a large message from it is half received: gloo ends no wait for that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_opt
+from test.hosts.network import Network
+from test.support.harness import Failure, run_processes
+from zero_opt.state import process_exit
+
+SECONDS = 300  # nothing hangs; the group's timeout is longer
+RATE, WIDTH = 8e6, 700_000  # a parameter of 8 MB, of which a shard takes four seconds
+ROWS = 3  # of which each rank owns one and a half
+SHARD_BYTES = ROWS * WIDTH * 4 // 2
+
+
+def _die_after(network: Network, nbytes: int) -> None:
+    """Kill this rank once so much more has come to the other host."""
+    rank, begun = dist.get_rank(), network.carried()
+
+    def watch() -> None:
+        while network.carried()[rank][0] - begun[rank][0] < nbytes:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _connect(rank: int, world_size: int, network: Network) -> None:
+    torch.set_num_threads(1)
+    network.join(rank)
+    store, timeout = dist.FileStore(str(network.folder / "store"), world_size), timedelta(seconds=2 * SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _late_gather(model: nn.Module, optimizer: Any) -> None:
+    _step(model, optimizer)
+    optimizer.flush()
+
+
+# What both ranks do, or the one that lives; and how much the other one has sent before its message of a shard or so.
+CALLS: dict[str, tuple[Callable[[nn.Module, Any], object], int]] = {
+    "reduction": (_step, 0),
+    "gather": (_step, SHARD_BYTES),
+    "late gather": (_late_gather, SHARD_BYTES),
+    "collective": (lambda _, optimizer: optimizer._group.broadcast(torch.ones(SHARD_BYTES // 4), 0), 0),
+    "state_dict": (lambda _, optimizer: optimizer.state_dict(), 0),
+    "consolidate_state_dict": (lambda _, optimizer: optimizer.consolidate_state_dict(to=1), 0),
+    "sharded_state_dict": (lambda _, optimizer: zero_opt.sharded_state_dict(optimizer), 0),
+}
+
+
+def _dies(call: str) -> int:
+    """The rank that dies: the one that sends."""
+    return int(call == "sharded_state_dict")
+
+
+def _peer_dies(rank: int, world_size: int, network: Network, call: str) -> list[str]:
+    """What the rank that lives is told, at first and by the calls that follow."""
+    _connect(rank, world_size, network)
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    late = zero_opt.Overlapped(overlap_param_gather=model if call == "late gather" else None)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=late, fused=True)
+    _step(model, optimizer)
+    optimizer.flush()
+    dist.barrier()
+    (called, sent), dies = CALLS[call], _dies(call)
+    if rank == dies:
+        network.link(rate=RATE, round_trip_s=0.0)
+        _die_after(network, sent + SHARD_BYTES // 32)
+    dist.barrier()
+    said = []
+    for each in (lambda: called(model, optimizer), lambda: _step(model, optimizer), optimizer.state_dict):
+        if rank == dies and call == "state_dict":
+            time.sleep(SECONDS)
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            each()
+        said.append(str(caught.value))
+    optimizer.close()
+    process_exit.serve_to_the_end()
+    return said
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_is_killed_within_a_message_is_lost(call: str, two_hosts: Network) -> None:
+    ranks, dies = (2, _peer_dies, two_hosts, call), _dies(call)
+    found = run_processes(*ranks, timeout=SECONDS, backend=None, expect_errors=True)
+    killed, said = found[dies], found[1 - dies]
+    assert isinstance(killed, Failure) and killed.type_name == "Died"
+    assert isinstance(said, list), said
+    for text in said:
+        assert text.startswith(f"rank {dies} has ended, or its host does not answer, while "), said
+        assert "restart all ranks from the last checkpoint" in text, said
