@@ -25,7 +25,7 @@ from torch import Tensor
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import rendezvous, store
+from zero_opt.comm import meeting_places, rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
@@ -439,7 +439,7 @@ def _earlier_group(rank: int, world_size: int) -> Tensor:
     """What a process has left there that has ended, and one that runs, is there before the ranks come."""
     group, members = dist.group.WORLD, tuple(range(world_size))
     assert group is not None
-    place = rendezvous._meeting_place((group.group_name, members), 0)
+    place = meeting_places.meeting_place((group.group_name, members), 0)
     if rank == 0:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait(PATIENCE_S)
