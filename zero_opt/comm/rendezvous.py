@@ -159,15 +159,9 @@ def ended_by(error: BaseException, name: str, call: str) -> str:
     return f"an exception on {name} ({said}) has ended {call} there; call it again on every rank, or restart all"
 
 
-def refuse(error: ZeroOptError) -> None:
-    """Let ranks that meet in the default group hear why this rank does not come."""
-    group = dist.group.WORLD
-    assert group is not None, "torch.distributed is initialized"
-    meeting = Meeting(group, Patience(0.0, 0.0, 0.0))
-    try:
-        meeting.leave(error)
-    finally:
-        meeting.ask.close()
+def meetings_counted() -> dict[Key, int]:
+    """Return in how many meetings of each group this rank has taken part, of groups of the default store."""
+    return dict(_met.get(c10d._get_default_store(), {})) if dist.is_initialized() else {}
 
 
 class Patience(NamedTuple):

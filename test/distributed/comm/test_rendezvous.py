@@ -250,23 +250,6 @@ def test_a_call_that_is_left_is_known_to_ranks_that_come_later(
         assert said.startswith(what), said
 
 
-def _begins_twice(rank: int, world_size: int, call: str) -> None:
-    """A signal falls on rank 0 as it begins a call, before anybody can know; it makes the call again."""
-    if rank == 0:
-        signal.signal(signal.SIGALRM, lambda *_: _raise(KeyboardInterrupt))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rendezvous, "StoreCalls", lambda *_: signal.raise_signal(signal.SIGALRM))
-            with pytest.raises(KeyboardInterrupt):
-                CALLS[call](rank)
-    for again in (call, *CALLS):
-        CALLS[again](rank)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_ends_before_others_can_know_has_not_begun(call: str) -> None:
-    run_processes(2, _begins_twice, call)
-
-
 def _in_different_calls(rank: int, world_size: int) -> str:
     with pytest.raises(zero_opt.RankMismatch) as caught:
         list(CALLS.values())[rank](rank)
