@@ -31,7 +31,7 @@ from .device_backends import Stages, abort_device_backend, add_device_backend, b
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
 from .peer_watch import Stops, Watch
-from .rendezvous import NEVER_SENT, Patience, refuse, require_same, resolve_group
+from .rendezvous import NEVER_SENT, Patience, require_same
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
@@ -77,21 +77,6 @@ def _broadcasting(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = src, 0
     return pg.broadcast([tensor], options)
-
-
-def agreed_group(process_group: Any) -> dist.ProcessGroup | None:
-    """:func:`rendezvous.resolve_group` where all ranks of the group are about to make groups. They must all call it.
-
-    Raises:
-        ConfigError, ConfigTypeError, ProcessGroupError: as there. What is no group is an error on ranks, too, that wait
-            for this one in the default group. A rank that is no member is right to be none.
-    """
-    try:
-        return resolve_group(process_group)
-    except (ConfigError, ConfigTypeError) as error:
-        if dist.is_available() and dist.is_initialized() and dist.get_backend() not in _WITHOUT_PROCESSES:
-            refuse(error)
-        raise
 
 
 def bytes_tensor(payload: bytes) -> Tensor:

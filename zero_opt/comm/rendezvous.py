@@ -49,6 +49,7 @@ from ..system.waiting import until
 from .backend_errors import closed_by_timeout, first_line
 from .departures import How, rank_name
 from .keepalive import HostLimits
+from .meeting_places import CAME, COUNT, FAILED, Key, meeting_place, next_open, where_ranks_wait
 from .peer_watch import WARN_AFTER_S, Stops, Watch
 from .process_identity import ProcessIdentity
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
@@ -58,8 +59,6 @@ from .store_keys import missing, values
 PAUSE_RANK_S = 0.002
 # Of ranks that have not come, a look asks so many for where they are; ranks and looks take turns over them.
 _ASKED = 8
-# Counts the ranks that have come, or have read what all said.
-_COUNT = "count"
 # A rank looks around for the first time after so long; looks are then further and further apart.
 _LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
 # Many ranks of a host look: they are apart so many times as long as the last one took, too, but no longer than this.
@@ -67,9 +66,8 @@ _TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
 # A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
 # not fit its receiver.
 NEVER_SENT = (1 << 31) - 1
-# Where ranks leave errors; and the absence of one: rank, class, text, and the meetings that are over with it.
-_FAILED, _NO_ERROR = "failed", (None, "", "", (), ())
-Key = tuple[str, tuple[int, ...]]
+# The absence of an error: rank, class, text, the meetings that are over with it, and the ranks that it gives up.
+_NO_ERROR = (None, "", "", (), ())
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
@@ -161,15 +159,9 @@ def ended_by(error: BaseException, name: str, call: str) -> str:
     return f"an exception on {name} ({said}) has ended {call} there; call it again on every rank, or restart all"
 
 
-def refuse(error: ZeroOptError) -> None:
-    """Let ranks that meet in the default group hear why this rank does not come."""
-    group = dist.group.WORLD
-    assert group is not None, "torch.distributed is initialized"
-    meeting = Meeting(group, Patience(0.0, 0.0, 0.0))
-    try:
-        meeting.leave(error)
-    finally:
-        meeting.ask.close()
+def meetings_counted() -> dict[Key, int]:
+    """Return in how many meetings of each group this rank has taken part, of groups of the default store."""
+    return dict(_met.get(c10d._get_default_store(), {})) if dist.is_initialized() else {}
 
 
 class Patience(NamedTuple):
@@ -180,7 +172,8 @@ class Patience(NamedTuple):
         hang_timeout_s: seconds after which a rank of this host that is stopped is an error.
         limits: on silent hosts; held once this rank has waited a second.
         call, must: what the user has called, and what every rank must do, for messages.
-        watch: makes what looks at the ranks once all have come.
+        watch: makes what looks at the ranks once all have come. compared: whether the call compares what it is about,
+            so that a rank may come late to a call that another has made since.
     """
 
     come_s: float
@@ -190,6 +183,7 @@ class Patience(NamedTuple):
     call: str = "ShardedOptimizer()"
     must: str = "construct it"
     watch: Callable[..., Watch] = Watch
+    compared: bool = True
 
 
 class Meeting:
@@ -211,14 +205,17 @@ class Meeting:
         self._come = f"every rank of the process group must {patience.must}: look at what they do (py-spy dump, ps)"
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
         self._met = _met.setdefault(c10d._get_default_store(), Counter())
-        self._number = self._met[self._key]
-        self.rank, self.ask, self.name = dist.get_rank(parent), StoreCalls(), ""
-        self._place = _meeting_place(self._key, self._number)
+        self.rank, self.ask, self._next = dist.get_rank(parent), StoreCalls(), (0, False)
+        self._due, self._looks, self._warned = _LOOK_AFTER_S, 0, False
+        self._begin(self._met[self._key])
+
+    def _begin(self, number: int) -> None:
+        """Be in the meeting of that number, to which this rank has not come."""
+        self._number, self._place, self.name = number, meeting_place(self._key, number), ""
         self._absent: list[int] = []
         # Arrivals when all that had come was read last: fewer than there are ranks are not worth reading.
         self._read, self._first = len(self._key[1]) - 1, False
-        self._calls: Sequence[str] = ()
-        self._due, self._looks, self._warned, self._stopped_at = _LOOK_AFTER_S, 0, False, math.inf
+        self._calls, self._stopped_at = tuple[str, ...](), math.inf
 
     def come(self, require: Callable[[], None]) -> None:
         """Come, and wait for the other ranks. Collective.
@@ -247,7 +244,7 @@ class Meeting:
         finally:
             if self._due > _LOOK_AFTER_S:  # others know where this rank has waited
                 with contextlib.suppress(*STORE_ERRORS):
-                    self.ask(_at().set, str(dist.get_rank()), "")
+                    self.ask(where_ranks_wait().set, str(dist.get_rank()), "")
             if not met:
                 self.ask.close()
         self._place, self._stops = default_store(self.name), Stops(self.watch, self._waiting)
@@ -258,6 +255,10 @@ class Meeting:
         An exception that is none of ours, as of Ctrl-C, is a PeerLost there, which names this rank.
         """
         self._take_number()
+        if not isinstance(error, PeerSilent) and self._stops is None:  # given up here, it may be waited for again
+            with contextlib.suppress(*STORE_ERRORS):
+                self.ask(self._heard)
+                self._goes_on()
         ours, name = isinstance(error, ZeroOptError), self._name(self.rank)
         told = error if ours else PeerLost(ended_by(error, name, self._call))
         if is_of_store(error):
@@ -267,9 +268,9 @@ class Meeting:
         said = json.dumps([self.rank, *name_and_text(told), [[self._key, self._number]], absent])
 
         def put() -> None:
-            self._place.compare_set(_FAILED, "", said)
+            self._place.compare_set(FAILED, "", said)
             if self.name:  # others may know already that this rank has come, and go on
-                default_store(self.name).compare_set(_FAILED, "", said)
+                default_store(self.name).compare_set(FAILED, "", said)
 
         with contextlib.suppress(*STORE_ERRORS):
             self.ask(put)
@@ -278,9 +279,21 @@ class Meeting:
         """Count this meeting, before others can learn of it; one that ends earlier leaves its number to the next."""
         self._met[self._key] = max(self._met[self._key], self._number + 1)
 
+    def _goes_on(self) -> bool:
+        """Go on to the meeting in which ranks wait for this one that have given it up here; returns whether any do."""
+        goes_on = self._next[1] and self._next[0] > self._number
+        if goes_on:
+            self._begin(self._next[0])
+            self._take_number()
+        return goes_on
+
     def look(self) -> None:
         """Raise the error with which another rank has left, or that of a rank that has ended, or is stopped."""
-        error = self.ask(self._heard) or self._ended()
+        error = self.ask(self._heard)
+        if self._stops is None and self._goes_on():
+            error = None
+            self.ask(self._arrive)
+        error = error or self._ended()
         if error is not None:
             raise error
         if self._stops is not None:
@@ -292,16 +305,16 @@ class Meeting:
     def _arrive(self) -> bool:
         """Say that this rank has come; returns whether all have."""
         said = [uuid.uuid4().hex, ProcessIdentity.of_this_process(), self._call]
-        self._place.set(f"came/{self.rank}", json.dumps(said))
-        self._first = self._place.add(_COUNT, 1) == 1
+        self._place.set(f"{CAME}/{self.rank}", json.dumps(said))
+        self._first = self._place.add(COUNT, 1) == 1
         return self._complete()
 
     def _complete(self) -> bool:
         """Return whether all ranks have come, and know of each other."""
-        count = self._place.add(_COUNT, 0)
+        count = self._place.add(COUNT, 0)
         if count > self._read:
             self._read_came(count)
-        complete = bool(self.name) and default_store(self.name).add(_COUNT, 0) == len(self._key[1])
+        complete = bool(self.name) and default_store(self.name).add(COUNT, 0) == len(self._key[1])
         if complete:
             require_same(self._calls)
         return complete
@@ -313,9 +326,9 @@ class Meeting:
             count: how often ranks have come here, with those of an earlier process group. Ranks that come later change
                 both the count and what is read.
         """
-        if not self._place.check(self._keys("came")):
+        if not self._place.check(self._keys(CAME)):
             return
-        came, self._read = values(self._place, self._keys("came")), count
+        came, self._read = values(self._place, self._keys(CAME)), count
         name = f"zero_opt/{hashlib.sha256(b''.join(came)).hexdigest()[:32]}"
         if name != self.name:
             _, identities, self._calls = zip(*map(json.loads, came), strict=True)
@@ -326,7 +339,7 @@ class Meeting:
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
             _watches.setdefault(c10d._get_default_store(), weakref.WeakKeyDictionary())[self.watch] = self._key[1]
             default_store(name).set(f"seen/{self.rank}", "")
-            default_store(name).add(_COUNT, 1)
+            default_store(name).add(COUNT, 1)
 
     def _look_around(self, waited: float) -> None:
         """Look around, if it is time to, ``waited`` seconds after the beginning.
@@ -351,14 +364,17 @@ class Meeting:
 
     def _heard(self) -> ZeroOptError | None:
         """Return the error with which another rank has left this meeting, and maybe another one."""
-        said = json.loads(self._place.get(_FAILED)) if self._place.check([_FAILED]) else _NO_ERROR
+        said = json.loads(self._place.get(FAILED)) if self._place.check([FAILED]) else _NO_ERROR
         rank, name, text, meetings, absent = said
         for (group, ranks), number in meetings:
             key = group, tuple(ranks)
             self._met[key] = max(self._met[key], number + 1)
         if rank in (None, self.rank):
             return None
-        if self.rank in absent:  # maybe in another call, so this one is not taken for the one that is made there now
+        if self.rank in absent:
+            if self._patience.compared:
+                self._next = next_open(self._key, self._number, self.rank)
+                self._met[self._key] = max(self._met[self._key], self._next[0])
             again = "where that rank has called again since, call again here at once, while it waits"
             return PeerSilent(f"{self._name(rank)} has given up waiting for this one: {text}; {again}")
         error = error_of_rank(rank, name, text)
@@ -382,9 +398,9 @@ class Meeting:
 
     def _elsewhere(self) -> RankMismatch | None:
         """Say where this rank waits, and return the error if a rank that has not come waits for it elsewhere."""
-        here, members, at = dist.get_rank(), self._key[1], _at()
+        here, members, at = dist.get_rank(), self._key[1], where_ranks_wait()
         self.ask(at.set, str(here), json.dumps([self._key, self._number]))
-        self._absent = self._missing_from(self._place, "came")
+        self._absent = self._missing_from(self._place, CAME)
         if not self._absent and self.name:
             self._absent = self._missing_from(default_store(self.name), "seen")
         first = (self.rank + self._looks) * _ASKED % max(len(self._absent), 1)
@@ -399,7 +415,7 @@ class Meeting:
                 both = [(self._key, self._number), (there, number)]
                 for key, count in both:
                     said = json.dumps([key[1].index(here), *name_and_text(error), both, []])
-                    self.ask(_meeting_place(key, count).compare_set, _FAILED, "", said)
+                    self.ask(meeting_place(key, count).compare_set, FAILED, "", said)
                 self._met[there] += 1
                 return error
         return None
@@ -475,14 +491,3 @@ def require_same(calls: Sequence[str]) -> None:
             raise RankMismatch(
                 f"rank 0 called {calls[0]} where rank {rank} called {call}; every rank must call both, in one order"
             )
-
-
-def _meeting_place(key: Key, number: int) -> Any:
-    """Return the part of the store in which the ranks of a group meet for the n-th time."""
-    digest = hashlib.sha256(json.dumps([key, number]).encode()).hexdigest()[:32]
-    return default_store(f"zero_opt/meeting/{digest}")
-
-
-def _at() -> Any:
-    """Return the part of the store in which ranks say, by their global rank, where they wait."""
-    return default_store("zero_opt/at")

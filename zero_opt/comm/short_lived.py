@@ -111,7 +111,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
     """
     timeout_s = waited_for(group_timeout_s(parent))
     limits = HostLimits(timeout_s=timeout_s)
-    patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", watch=CallWatch)
+    patience = Patience(timeout_s, timeout_s, Checks().hang_timeout, limits, call, "call it", CallWatch, compared=False)
     with ExitStack() as last_first:
         last_first.callback(limits.lift)
         connecting = Connecting(parent, 1, patience)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from ..comm.groups import Group, agreed_group
+from ..comm.groups import Group
+from ..comm.rendezvous import resolve_group
 from ..errors import ParamsReplaced
 from ..field_checks import plain_number
 from ..sharding.param_groups import hypers_of, param_name
@@ -123,4 +124,4 @@ class UnevenInputs(torch.optim.Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        return self._engine.group.parent or agreed_group(None)
+        return self._engine.group.parent or resolve_group(None)

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 
 from ..comm.agreement import Agreement
-from ..comm.groups import Group, agreed_group
-from ..comm.rendezvous import hosts_of, require_still_alone
+from ..comm.beginning import Beginning
+from ..comm.groups import Group
+from ..comm.rendezvous import hosts_of, require_still_alone, resolve_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError, mib
 from ..field_checks import check_flag
 from ..placement import Offload, live_tensors
@@ -90,36 +91,36 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
         checks: Checks = Checks(),  # noqa: B008  (frozen)
         **defaults: Any,
     ) -> None:
-        params = run_once(params)
-        self._hosts, self._ranks_given = hosts_of(process_group), process_group is not None  # no reference to a group
-        self._parked, self._closed, self._one_call = Parked(), False, OneCall()
-        Joinable.__init__(self)
-        over_mesh = any(map(is_dtensor, params_of(params)))
-        parent = None if over_mesh else agreed_group(process_group)
-        self._has_no_group = parent is None and not over_mesh
-        alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
-        try:
-            self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
-            mesh = mesh_of(params, self._config, ranks_given=self._ranks_given)
-            apart = self._config.has_masters if mesh is None else steps_apart(self._config)
-        except ZeroOptError as own_error:
-            if alone:
-                raise
-            error, checks = own_error, Checks()
-        if alone and not apart:
-            kind = SingleRank if mesh is None else DTensorSingleRank
-            engine = kind(self._config, params, self._parked, mesh)
-            super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
-            self._engine: Engine = engine
-            engine.attach(self)
-            return
-        groups = self._own_groups(parent, checks, mesh)
-        agreement = Agreement(groups.control, self._describe)
-        with on_failure(groups.close), groups.announcing(), agreement.together("ShardedOptimizer()"):
-            if error is not None:
-                raise error
-            self._validate(params)
-        self._engine = self._connected(groups, mesh)
+        with Beginning(process_group, "ShardedOptimizer()") as begun:
+            params = run_once(params)
+            self._hosts, self._ranks_given = hosts_of(process_group), process_group is not None  # no reference to it
+            self._parked, self._closed, self._one_call = Parked(), False, OneCall()
+            Joinable.__init__(self)
+            over_mesh = begun.elsewhere = any(map(is_dtensor, params_of(params)))
+            parent = None if over_mesh else resolve_group(process_group)
+            self._has_no_group = parent is None and not over_mesh
+            alone, apart, mesh, error = parent is None or parent.size() == 1, True, None, None
+            try:
+                self._config = Config(optimizer_class, defaults, reduction, offload, precision, max_grad_norm, checks)
+                mesh = mesh_of(params, self._config, ranks_given=self._ranks_given)
+                apart = self._config.has_masters if mesh is None else steps_apart(self._config)
+            except ZeroOptError as own_error:
+                if alone:
+                    raise
+                error, checks = own_error, Checks()
+            if alone and not apart:
+                engine = (SingleRank if mesh is None else DTensorSingleRank)(self._config, params, self._parked, mesh)
+                super().__init__([{"params": []}], {})  # the wrapped class has checked the arguments
+                self._engine: Engine = engine
+                engine.attach(self)
+                return
+            groups = self._own_groups(parent, checks, mesh)
+            agreement = Agreement(groups.control, self._describe)
+            with on_failure(groups.close), groups.announcing(), agreement.together("ShardedOptimizer()"):
+                if error is not None:
+                    raise error
+                self._validate(params)
+            self._engine = self._connected(groups, mesh)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -137,8 +138,7 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
 
     def _own_groups(self, parent: ProcessGroup | None, checks: Checks, mesh: MeshParams | None) -> OwnGroups:
         """Return process groups of this optimizer's own, for ranks of a parent. Collective."""
-        neighbors = None if mesh is None else mesh.largest
-        return OwnGroups(parent, checks, neighbors, hosts=self._hosts)
+        return OwnGroups(parent, checks, None if mesh is None else mesh.largest, hosts=self._hosts)
 
     def _connected(self, groups: OwnGroups, mesh: MeshParams | None) -> ShardedEngine:
         """Return an engine over ``groups``, with the param groups planned; if that fails, close all. Collective."""

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..comm.groups import agreed_group, broadcast, carries_messages, checked_rank
+from ..comm.beginning import Beginning
+from ..comm.groups import broadcast, carries_messages, checked_rank
+from ..comm.rendezvous import resolve_group
 from ..comm.short_lived import short_lived_group
 from ..errors import ConfigTypeError, UnsupportedParam
 from ..kernels.checks import oddity
@@ -43,7 +45,13 @@ def broadcast_params(model: torch.nn.Module, src: int = 0, process_group: Any = 
             in time. ProcessGroupError: several ranks were started and there is no process group, or ranks cannot
             connect. OutOfResources: no file descriptors are left.
     """
-    pg = agreed_group(process_group)
+    with Beginning(process_group, "broadcast_params()"):
+        _broadcast(model, src, process_group)
+
+
+def _broadcast(model: torch.nn.Module, src: int, process_group: Any) -> None:
+    """Do what :func:`broadcast_params` does."""
+    pg = resolve_group(process_group)
     if pg is None or pg.size() == 1:
         _source_and_tensors(model, src, 1)
         return

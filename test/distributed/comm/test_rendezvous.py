@@ -25,7 +25,7 @@ from torch import Tensor
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import rendezvous, store
+from zero_opt.comm import meeting_places, rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
@@ -250,23 +250,6 @@ def test_a_call_that_is_left_is_known_to_ranks_that_come_later(
         assert said.startswith(what), said
 
 
-def _begins_twice(rank: int, world_size: int, call: str) -> None:
-    """A signal falls on rank 0 as it begins a call, before anybody can know; it makes the call again."""
-    if rank == 0:
-        signal.signal(signal.SIGALRM, lambda *_: _raise(KeyboardInterrupt))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rendezvous, "StoreCalls", lambda *_: signal.raise_signal(signal.SIGALRM))
-            with pytest.raises(KeyboardInterrupt):
-                CALLS[call](rank)
-    for again in (call, *CALLS):
-        CALLS[again](rank)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_ends_before_others_can_know_has_not_begun(call: str) -> None:
-    run_processes(2, _begins_twice, call)
-
-
 def _in_different_calls(rank: int, world_size: int) -> str:
     with pytest.raises(zero_opt.RankMismatch) as caught:
         list(CALLS.values())[rank](rank)
@@ -439,7 +422,7 @@ def _earlier_group(rank: int, world_size: int) -> Tensor:
     """What a process has left there that has ended, and one that runs, is there before the ranks come."""
     group, members = dist.group.WORLD, tuple(range(world_size))
     assert group is not None
-    place = rendezvous._meeting_place((group.group_name, members), 0)
+    place = meeting_places.meeting_place((group.group_name, members), 0)
     if rank == 0:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait(PATIENCE_S)
