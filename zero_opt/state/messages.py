@@ -172,7 +172,7 @@ def unanswered(watch: Watch, rank: int, seconds: float) -> PeerLost:
     watch.departures.unanswering.add(rank)
     return explained(watch, "Timed out", 0.0) or PeerSilent(
         f"{watch.name([rank])} has not answered in {seconds:.0f} s while state_dict() before {watch.where} waits for "
-        f"it: it is stopped, or its host does not answer; {go_on([rank])}"
+        f"it: it is stopped or has ended, or its host does not answer; {go_on([rank])}"
     )
 
 
