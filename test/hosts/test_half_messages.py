@@ -109,3 +109,23 @@ def test_a_rank_that_is_killed_within_a_message_is_lost(call: str, two_hosts: Ne
     for text in said:
         assert text.startswith(f"rank {dies} has ended, or its host does not answer, while "), said
         assert "restart all ranks from the last checkpoint" in text, said
+
+
+def _source_dies(rank: int, world_size: int, network: Network) -> str:
+    _connect(rank, world_size, network)
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    dist.barrier()
+    if rank == 0:
+        network.link(rate=RATE, round_trip_s=0.0)
+        _die_after(network, SHARD_BYTES // 4)
+    dist.barrier()
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        zero_opt.broadcast_params(model)
+    return str(caught.value)
+
+
+def test_a_source_that_is_killed_within_a_tensor_is_lost(two_hosts: Network) -> None:
+    found = run_processes(2, _source_dies, two_hosts, timeout=SECONDS, backend=None, expect_errors=True)
+    assert isinstance(found[0], Failure) and found[0].type_name == "Died"
+    assert isinstance(found[1], str), found[1]
+    assert found[1].startswith("rank 0 has ended, or its host does not answer, while broadcast_params()"), found[1]

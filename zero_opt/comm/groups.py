@@ -393,6 +393,11 @@ class Group:
         self._used.add(peer)  # there is a connection
         return message
 
+    def require_connected(self) -> None:
+        """Raise the backend's RuntimeError if a connection has ended: it refuses at once to receive over that one."""
+        for rank in sorted(self._used):
+            self.pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.
 

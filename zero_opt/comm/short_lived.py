@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..errors import PeerLost, PeerSilent, ZeroOptError
 from ..field_checks import waited_for
 from ..policies import Checks
+from ..system.interrupts import by_handler
 from .backend_errors import first_line, timed_out
 from .connecting import Connecting, made_by_all
 from .departures import Departure, How
@@ -28,13 +29,17 @@ from .rendezvous import Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
 _SAYING_S = 5.0
+# Connections are tried so many seconds apart in a wait, or such a part of it.
+_TRY_AGAIN_S, _TRY_AGAIN_PART = 2.0, 0.25
 
 
 class CallWatch(Watch):
     """A watch of one call outside of training."""
 
     timeout_option = "init_process_group(timeout=...)"
+    require_connected: Callable[[], None] | None = None  # raises RuntimeError if a connection has ended
     _why = ""  # what the others are told of an exception here
+    _tried_at = 0.0  # seconds of a wait after which connections were tried
 
     @property
     def where(self) -> str:
@@ -54,6 +59,23 @@ class CallWatch(Watch):
         """Return the ranks that have entered the fewest collectives: a source may be done while receivers wait."""
         marked = self._marked() if waited > self.mark_after_s else {}
         return [rank for rank, entered in marked.items() if entered == min(marked.values()) < self._entered]
+
+    def silence(self, text: str, waited: float = 0.0) -> PeerSilent | None:
+        """See :class:`Watch`. Raises PeerLost where a connection has ended, whatever waits; see [Note: half a message].
+
+        What is received to try one stays posted, so waits are tried further and further apart.
+        """
+        apart = max(_TRY_AGAIN_S, _TRY_AGAIN_PART * waited)
+        if self.require_connected is not None and not 0 <= waited - self._tried_at < apart:
+            self._tried_at = waited
+            try:
+                self.require_connected()
+            except RuntimeError as error:
+                if by_handler(error):
+                    raise
+                self.overdue = True  # gloo's own wait may go on
+                raise self._explain_error(error, waited) or error from error
+        return super().silence(text, waited)
 
     def interrupted(self, error: BaseException, what: str = "") -> None:
         self._why = ended_by(error, self.name([self._rank]), self.call)
@@ -124,6 +146,8 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         group.watch, connecting.watch.call = connecting.watch, call
         connecting.watch.posted.begin_ring()
         connecting.watch.departures.leave = group.disconnect
+        assert isinstance(connecting.watch, CallWatch), "what patience makes"
+        connecting.watch.require_connected = group.require_connected
         try:
             yield group
             group.all_gather_bytes(b"", call)  # nobody closes connections that others still need
