@@ -419,10 +419,10 @@ class Watch:
         asked = None
         with contextlib.suppress(RuntimeError):  # this process can get no thread
             asked = None if self._thread.ended else self._thread.submit(call)
-        if asked is None:
+        if asked is None or not asked.wait(_STORE_S):
+            self._thread.leave()  # a store that is gone keeps no process from ending
             return None
-        asked.wait(_STORE_S)  # raises nothing but what a signal handler does
-        return asked.result(0) if asked.done() and not isinstance(asked.exception(0), RuntimeError) else None
+        return None if isinstance(asked.exception(0), RuntimeError) else asked.result(0)
 
     def close(self) -> None:
         """Ask the store nothing more."""

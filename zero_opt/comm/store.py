@@ -83,6 +83,7 @@ class StoreCalls:
             if self._thread.ended:
                 raise PeerLost(f"{_STORE} is called no more, since this rank has given up waiting")
             self._silent = True
+            self._thread.leave()
         except dist.DistError as error:
             text = first_line(error)
             limit = limit_in(text)

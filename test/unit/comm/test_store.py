@@ -8,7 +8,10 @@ import pytest
 
 import zero_opt
 from test.support.failures import PATIENCE_S
-from zero_opt.comm import store
+from zero_opt.comm import peer_watch, store
+from zero_opt.comm.peer_watch import Watch
+from zero_opt.comm.process_identity import ProcessIdentity
+from zero_opt.system import background_thread
 
 
 def test_a_wait_for_an_answer_ends_once_the_store_is_called_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +34,22 @@ def test_a_wait_for_an_answer_ends_once_the_store_is_called_no_more(monkeypatch:
     waiting.join(PATIENCE_S / 10)
     answered.set()
     assert said and said[0].startswith("the process group's store is called no more")
+
+
+@pytest.mark.parametrize("caller", ["meeting", "watch"])
+def test_the_exit_waits_for_no_store_that_has_not_answered(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(peer_watch, "_STORE_S", 0.1)
+    answered = threading.Event()
+    calls = store.StoreCalls()
+    watch = Watch(None, 0, [ProcessIdentity("host", pid, pid) for pid in (10, 11)], (60.0, 30.0))
+    if caller == "watch":
+        assert watch._ask(answered.wait) is None
+    else:
+        with pytest.raises(zero_opt.PeerLost, match="has not answered"):
+            calls(answered.wait)
+    thread = (watch if caller == "watch" else calls)._thread._thread
+    assert thread in background_thread._left
+    answered.set()
+    calls.close()
+    watch.close()
