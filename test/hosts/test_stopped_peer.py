@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from datetime import timedelta
@@ -45,5 +46,8 @@ def _is_asked_while_stopped(rank: int, world_size: int, network: Network) -> str
 
 def test_a_rank_that_is_stopped_on_another_host_has_not_ended_and_can_be_asked_again(two_hosts: Network) -> None:
     said, _ = run_processes(2, _is_asked_while_stopped, two_hosts, timeout=SECONDS, backend=None)
-    assert said.startswith("PeerSilent: rank 1 has not answered in 15 s while state_dict() before step 2 waits"), said
+    # The longer time where it has said, before it was stopped, that it would answer later.
+    assert re.match(
+        r"PeerSilent: rank 1 has not answered in (15|30) s while state_dict\(\) before step 2 waits", said
+    ), said
     assert said.endswith("let it go on (kill -CONT) and repeat the call, or restart all ranks from the last checkpoint")
