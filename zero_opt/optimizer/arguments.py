@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +23,10 @@ from ..errors import (
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
-from ..sharding.param_groups import hypers_of, params_of
+from ..sharding.param_groups import hypers_of, params_of, set_hypers
 from ..sharding.wrapped_class import needs_closure
 from ..system.inference_mode import versions_of
+from ..system.interrupts import uninterrupted
 from ..system.log import log
 from .hyperparameters import require_types
 
@@ -32,7 +34,6 @@ from .hyperparameters import require_types
 _NOT_CALLED = {
     "zero_grad": "opt.zero_grad() drops gradients itself",
     "state_dict": "opt.state_dict() gathers the state itself",
-    "load_state_dict": "opt.load_state_dict() loads the state itself, and asks it to complete param groups alone",
 }
 # Classes of which the log has told that.
 _logged: WeakSet[type[torch.optim.Optimizer]] = WeakSet()
@@ -111,24 +112,64 @@ def completed_group(
 ) -> dict[str, Any]:
     """Return a param group that comes late, as an ``add_param_group`` of the class's own completes it.
 
+    Other param groups get the hyperparameters that it gives them.
+
     Args:
-        user: has the other groups, and the defaults as they are now. defaults: what the class was constructed with.
+        user: has those, and the defaults as they are now. defaults: what the class was constructed with.
     """
     if cls.add_param_group is torch.optim.Optimizer.add_param_group or issubclass(cls, NativeOptimizer):
         return late
     template, added = template_of(cls, user.param_groups, defaults), list[Tensor]()
     params = params_of(template.param_groups)
     template.defaults.update(user.defaults)
+    for group, made in zip(user.param_groups, template.param_groups, strict=True):
+        set_hypers(made, hypers_of(group))  # the constructor may have changed them once more
     template.add_param_group(_on_meta(late, added))
     _require_as_given(template, [*user.param_groups, late], [*params, *added])
+    for group, made in zip(user.param_groups, template.param_groups, strict=False):
+        set_hypers(group, hypers_of(made))
     return {**late, **hypers_of(template.param_groups[-1])}
 
 
+@uninterrupted()  # what a signal handler raises is not the class's
+def loaded_groups(
+    cls: type[torch.optim.Optimizer],
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the hyperparameters of a state dict as a class of the user's own completes them, one dict per group.
+
+    That is what its ``load_state_dict`` and ``__setstate__`` make of them, given a state dict without state.
+
+    Args:
+        groups: those that the optimizer has. defaults: what it was constructed with.
+    """
+    base, hypers = torch.optim.Optimizer, [hypers_of(group) for group in saved]
+    if cls.load_state_dict is base.load_state_dict and cls.__setstate__ is base.__setstate__:
+        return hypers
+    params = list[Tensor]()
+    try:
+        template = cls([_on_meta(group, params) for group in groups], **defaults)
+        numbers = iter(range(len(params)))
+        ids = [[next(numbers) for _ in group["params"]] for group in template.param_groups]
+        numbered = [{**copy.deepcopy(group), "params": at} for group, at in zip(hypers, ids, strict=True)]
+        template.load_state_dict({"state": {}, "param_groups": numbered})
+    except Exception as error:  # it may need state
+        log.warning(
+            "%s cannot complete the param groups of a state dict without its state (%s: %s); they are loaded as they "
+            "are",
+            *(cls.__name__, type(error).__name__, error),
+        )
+        return hypers
+    return [hypers_of(group) for group in template.param_groups]
+
+
 def _require_as_given(template: torch.optim.Optimizer, entries: Sequence[Any], params: Sequence[Tensor]) -> None:
-    """Raise UnsupportedOptimizer for a class that divides, reorders or leaves out param groups or parameters."""
+    """Raise UnsupportedOptimizer for a class that divides, reorders or leaves out param groups, or what is trained."""
     groups = len(entries) if entries and isinstance(entries[0], Mapping) else 1
-    made = params_of(template.param_groups)
-    if len(template.param_groups) != groups or list(map(id, made)) != list(map(id, params)):
+    made, given = ([id(p) for p in each if p.requires_grad] for each in (params_of(template.param_groups), params))
+    if len(template.param_groups) != groups or made != given:
         raise UnsupportedOptimizer(
             f"{type(template).__name__} makes other param groups of those that it is given, which cannot be followed "
             "over several ranks, nor with an offload or masters; pass the groups that it makes"

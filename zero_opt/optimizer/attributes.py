@@ -16,9 +16,8 @@ _CHOSEN_ONCE = frozenset(("process_group", "reduction", "offload", "precision", 
 class WrappedAttributes:
     """Public attributes that this optimizer lacks are those of the wrapped one, where there is one as a whole."""
 
-    _of_class: Collection[
-        str
-    ] = ()  # those of the wrapped class, where there is none: each rank has steppers of its own
+    # Those of the wrapped class, where each rank steps by instances of its own.
+    _of_class: Collection[str] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute.
@@ -30,16 +29,16 @@ class WrappedAttributes:
             instead = "clip with opt.clip_grad_norm_(), or " if name == "max_grad_norm" else ""
             raise ConfigConflict(f"{name} cannot change after construction; {instead}construct a new optimizer")
         own = name in vars(self) or hasattr(type(self), name)
-        if name in self._of_class and not own:
+        wrapped = None if own else self._wrapped(name)
+        if wrapped is not None:
+            setattr(wrapped, name, value)
+        elif own or name not in self._of_class:
+            super().__setattr__(name, value)
+        else:
             raise ConfigConflict(
                 f"{name} is an attribute of the wrapped class, whose steps would not see it over several ranks, nor "
                 "with an offload or masters; keep it in the param groups, where they do"
             )
-        wrapped = None if own else self._wrapped(name)
-        if wrapped is None:
-            super().__setattr__(name, value)
-        else:
-            setattr(wrapped, name, value)
 
     def __getattr__(self, name: str) -> Any:
         wrapped = self._wrapped(name)

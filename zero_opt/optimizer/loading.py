@@ -22,11 +22,11 @@ from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import is_elementwise, needs_closure, steps_params_apart
 from ..state.full_state import require_importable
 from ..state.state_dict import Refused, StateDict, first_state, fitted, match
-from ..state.trial import completed_groups, is_known
+from ..state.trial import is_known
 from ..state.usual_states import UsualStates
 from ..system.garbage_collection import without_collection
 from ..system.log import log
-from .arguments import check_options
+from .arguments import check_options, loaded_groups
 from .compact_rows import compact_places, compact_values
 from .config import Config
 from .dtensors.local_parts import check_own_part, local_of
@@ -160,7 +160,7 @@ def fitted_state(
             check_options(saved["param_groups"])
         fitting, groups = fitted(states, param_groups, saved["param_groups"], cls, refused, config.defaults)
         if not (whole or steps_params_apart(cls)):
-            groups = completed_groups(cls, groups, param_groups, config.defaults)
+            groups = loaded_groups(cls, groups, param_groups, config.defaults)
         loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
         config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)

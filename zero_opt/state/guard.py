@@ -20,6 +20,8 @@ from ..system.future import Future
 from ..system.log import log
 from ..system.streams import Streams
 
+# A reader looks again after so many seconds: a signal handler may have interrupted what would have told it.
+_LOOK_AGAIN_S = 1.0
 # A device, one of its streams, and an event on that stream.
 Mark = tuple[torch.device, Any, Any]
 
@@ -279,7 +281,7 @@ class StateGuard:
                 if self.changes >= changes or self._final or left <= 0:
                     return self.admit(changes)
                 changed = self._changed
-            changed.wait(left)
+            changed.wait(min(left, _LOOK_AGAIN_S))
 
     def leave(self) -> None:
         """Let a reader out."""

@@ -134,7 +134,7 @@ class Pull:
     def lookout(self, look: Callable[[], None], watch: Watch) -> Callable[[], None]:
         """Return a function that does as ``look``, and raises PeerSilent once that message is late.
 
-        gloo's wait goes on: one that times out breaks all connections.
+        gloo's wait goes on, without end: one that times out breaks all connections.
         """
 
         def look_on() -> None:

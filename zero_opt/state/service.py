@@ -144,7 +144,8 @@ class StateService:
                 self._take(message)
             self._closed.wait(_FOR_EVER_S)
             with self._lock:  # under which close() tells the others
-                self._wait_passed(_INTERRUPTION_S)
+                pass
+            self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
             self._find_lost()
@@ -194,10 +195,10 @@ class StateService:
         words = words_of(*numbers)
         self._sent.append((self._side.send_to(words, dst, tag), words))
 
-    def _receive(self, into: Tensor, src: int, tag: int) -> None:
-        """Wait for a message, longer than its sender may wait itself. A message of no bytes is never sent."""
+    def _receive(self, into: Tensor, src: int, tag: int, seconds: float | None = None) -> None:
+        """Wait for a message, by default longer than its sender may wait. A message of no bytes is never sent."""
         if into.numel():
-            self._side.receive_from(into, src, tag).wait(self._side.timeout_s + _MARGIN_S)
+            self._side.receive_from(into, src, tag).wait(seconds or self._side.timeout_s + _MARGIN_S)
             self._departures.unanswering.discard(src)
 
     def _receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
@@ -420,7 +421,7 @@ class StateService:
         while answer.code == LATER or answer.pull != pull.number:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
             words = words_of(*answer)
-            self._receive(words, rank, tag)
+            self._receive(words, rank, tag, _FOR_EVER_S)  # the caller gives up earlier
             answer = Answer(*words.tolist())
             pull.heard[rank] = answer.step
             pull.wait_for(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StateDictError, UnsupportedOptimizer
+from ..errors import UnsupportedOptimizer
 from ..sharding.param_groups import hypers_of, set_hypers
 from ..sharding.wrapped_class import bare_step, is_elementwise, steps_params_apart
 from ..system.interrupts import uninterrupted
@@ -118,37 +117,6 @@ def state_after_a_step(cls: type[torch.optim.Optimizer], hypers: Mapping[str, An
     except Exception:  # whatever a class raises
         return {}
     return trial.state
-
-
-@uninterrupted()
-def completed_groups(
-    cls: type[torch.optim.Optimizer],
-    saved: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Return the hyperparameters of a state dict as a class of the user's own completes them, one dict per group.
-
-    That is what its ``load_state_dict`` and ``__setstate__`` make of them, given a state dict without state.
-
-    Args:
-        groups: those that the optimizer has. defaults: what it was constructed with.
-
-    Raises:
-        StateDictError: the class raises something.
-    """
-    base, hypers = torch.optim.Optimizer, [hypers_of(group) for group in saved]
-    if cls.load_state_dict is base.load_state_dict and cls.__setstate__ is base.__setstate__:
-        return hypers
-    params = [torch.nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32)) for _ in groups]
-    given = [{**hypers_of(group), "params": [param]} for group, param in zip(groups, params, strict=True)]
-    numbered = [{**copy.deepcopy(group), "params": [number]} for number, group in enumerate(hypers)]
-    try:
-        trial = cls(given, **defaults)
-        trial.load_state_dict({"state": {}, "param_groups": numbered})
-    except Exception as error:
-        raise StateDictError(f"{cls.__name__} refuses the param groups of the state dict: {error}") from error
-    return [hypers_of(group) for group in trial.param_groups]
 
 
 class StateSizes:

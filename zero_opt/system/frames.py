@@ -13,26 +13,38 @@ import torch
 import torch.autograd.function as autograd_function
 
 _FUNCTION_FILE = autograd_function.__file__
+# From torch 2.14 on, the function that calls a forward has no frame.
+_APPLY_IS_PYTHON = isinstance(vars(autograd_function.Function)["apply"], classmethod)
 _DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
 
 def inside_function() -> bool:
     """Return whether this thread is in the forward or the backward of an autograd Function."""
-    codes = [frame.f_code for frame in calling_frames()]
+    codes = (frame.f_code for frame in calling_frames())
     if any(code.co_name.startswith("apply") and code.co_filename == _FUNCTION_FILE for code in codes):
         return True
-    return not _forwards().isdisjoint(codes)  # from torch 2.14 on, what calls a forward is no Python code
+    return not _APPLY_IS_PYTHON and any(map(_is_forward, calling_frames()))
 
 
-def _forwards() -> set[CodeType]:
-    """Return the code of the forwards of all autograd Functions there are; without what decorates them."""
+def _is_forward(frame: FrameType) -> bool:
+    """Return whether a frame is that of a Function's forward, called by ``apply``; it must have that name."""
+    code = frame.f_code
+    if code.co_name != "forward" or not code.co_varnames:
+        return False
+    first = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(first, torch.nn.Module):
+        return False
+    return isinstance(first, autograd_function.FunctionCtx) or code in _forwards_without_context()
+
+
+def _forwards_without_context() -> set[CodeType]:
+    """Return the code of the forwards of all Functions that take no context; without what decorates them."""
     found, classes = set[CodeType](), [autograd_function.Function]
     while classes:
         cls: Any = classes.pop()
         classes += cls.__subclasses__()
-        code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-        if isinstance(code, CodeType):
-            found.add(code)
+        if cls.setup_context is not autograd_function.Function.setup_context:
+            found.add(getattr(inspect.unwrap(cls.forward), "__code__", inside_function.__code__))
     return found
 
 

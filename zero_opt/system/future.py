@@ -4,8 +4,8 @@
 Where a signal handler raises, as for Ctrl-C, the main thread may be at any instruction of Python code. ``Condition``
 and ``Event`` of ``threading``, and so ``concurrent.futures``, are such code: a handler that runs once they have taken
 their lock, and before ``with`` knows that, leaves it held for ever. A ``Lock`` or an ``RLock`` is taken by ``with``
-itself, in one instruction. So threads wait for a :class:`Future`, and hold no lock meanwhile;
-an ``Event`` serves threads that no handler interrupts.
+itself, in one instruction. So threads wait for a :class:`Future`, and hold no lock meanwhile. An ``Event`` serves
+threads that no handler interrupts.
 """
 
 from __future__ import annotations

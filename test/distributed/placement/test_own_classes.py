@@ -246,6 +246,26 @@ class Dividing(Own):
         super().__init__([{"params": [param]} for param in params], lr)
 
 
+class LeavingOut(Own):
+    """Leaves out what is frozen."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        trained = [{**group, "params": [param for param in group["params"] if param.requires_grad]} for group in groups]
+        super().__init__(trained, lr)
+
+
+def test_a_class_may_leave_out_what_is_frozen() -> None:
+    params = _params()
+    params[0].requires_grad_(False)
+    optimizer = zero_opt.ShardedOptimizer([{"params": params}], LeavingOut, offload=zero_opt.CPUOffload())
+    (params[1] * params[1]).sum().backward()
+    optimizer.step()
+    assert_bitwise(params[0].detach(), _params()[0].detach())
+    assert not torch.equal(params[1], _params()[1])
+    optimizer.close()
+
+
 class Reordering(Own):
     """Steps the last parameter first."""
 
@@ -290,6 +310,8 @@ class Completing(Own):
             group.setdefault("times", 2.0)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
+        for other in self.param_groups:
+            other["lr"] /= 4
         super().add_param_group({"lr": self.defaults["lr"] / (1 + len(self.param_groups)), "times": 3.0, **group})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -307,7 +329,7 @@ class Completing(Own):
     ("cls", "methods"),
     [
         (Zeroing, ["zero_grad"]),
-        (Completing, ["load_state_dict"]),
+        (Completing, []),
         (Own, []),
         (torch.optim.SGD, []),
         (zero_opt.CPUAdamW, []),
@@ -344,26 +366,47 @@ def test_a_class_completes_param_groups_itself(place: str) -> None:
     run_threads(world_size, _completed, offload)
 
 
-class Refusing(Own):
-    """Takes no checkpoint."""
+class Needing(Own):
+    """Counts the parameters of each group as it takes a checkpoint, of which it needs the state at one rate."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["count"] = len(group["params"])
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["seen"] = torch.ones(())
+        return super().step(closure)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise KeyError("version")
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            assert group["lr"] != 0.3 or all(self.state[param]["seen"] for param in group["params"])
 
 
-def _load_refused(rank: int, world_size: int, offload: Any) -> str:
-    optimizer = zero_opt.ShardedOptimizer(_params(), Refusing, offload=offload)
-    with pytest.raises(zero_opt.StateDictError) as caught:
-        optimizer.load_state_dict(Own(_params()).state_dict())
+def _load_by_class(rank: int, world_size: int, offload: Any) -> list[Any]:
+    optimizer = zero_opt.ShardedOptimizer(_params(), Needing, offload=offload)
+    found, whole = [], _params()
+    for lr in (0.2, 0.3):
+        plain = Needing(whole, lr)
+        _train([(whole, plain)])
+        optimizer.load_state_dict(plain.state_dict())
+        (group,) = optimizer.param_groups
+        found.append((group["lr"], group.get("count")))
     optimizer.close()
-    return str(caught.value)
+    return found
 
 
 @places
-def test_a_class_that_refuses_a_checkpoint_is_named(place: str) -> None:
+def test_a_class_that_cannot_complete_a_checkpoint_is_logged(place: str, caplog: pytest.LogCaptureFixture) -> None:
     world_size, offload = PLACES[place]
-    said = run_threads(world_size, _load_refused, offload)
-    assert all("Refusing refuses the param groups of the state dict: 'version'" in text for text in said)
+    with caplog.at_level(logging.WARNING, logger="zero_opt"):
+        for found in run_threads(world_size, _load_by_class, offload):
+            assert found == [(0.2, 2), (0.3, None)]
+    said = [record.message for record in caplog.records if "Needing cannot complete" in record.message]
+    assert len(said) == world_size and "(KeyError: 'seen')" in said[0]
 
 
 class Scaled(Own):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_opt.system import frames
 from zero_opt.system.frames import inside_function
 
 SEEN: list[bool] = []
@@ -55,18 +56,21 @@ class Decorated(Plain):
         return value.clone()
 
 
-def _by_torch(function: Any, value: Tensor) -> Tensor:
-    result: Tensor = function.apply(value)
-    return result
-
-
-def _without_python(function: Any, value: Tensor) -> Tensor:
+def _apply(function: Any, value: Tensor) -> Tensor:
     """Call what torch 2.14 has for ``Function.apply``."""
     result: Tensor = super(torch.autograd.Function, function).apply(value)  # type: ignore[misc]
     return result
 
 
-@pytest.mark.parametrize("apply", [_by_torch, _without_python])
+@pytest.fixture(params=["as it is", "without Python"])
+def apply(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """What applies a Function, as in this torch or as from torch 2.14 on."""
+    if request.param == "as it is":
+        return lambda function, value: function.apply(value)
+    monkeypatch.setattr(frames, "_APPLY_IS_PYTHON", False)
+    return _apply
+
+
 @pytest.mark.parametrize("function", [Plain, WithSetup, Decorated])
 def test_a_function_is_seen_in_forward_and_backward(function: Any, apply: Callable[..., Tensor]) -> None:
     SEEN.clear()
@@ -76,6 +80,24 @@ def test_a_function_is_seen_in_forward_and_backward(function: Any, apply: Callab
     assert SEEN == [True, True]
 
 
+class Forwards(torch.nn.Module):
+    """Looks in a module's forward."""
+
+    def forward(self) -> None:
+        """Look."""
+        _look()
+
+
+@pytest.mark.usefixtures("apply")
+def test_a_forward_that_nothing_applies_is_no_function() -> None:
+    """As in evaluation, of a fused kernel."""
+    SEEN.clear()
+    Plain.forward(None, torch.zeros(2))
+    Forwards()()
+    assert SEEN == [False, False]
+
+
+@pytest.mark.usefixtures("apply")
 def test_nothing_else_is_taken_for_a_function() -> None:
     SEEN.clear()
     _look()
