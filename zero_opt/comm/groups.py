@@ -31,7 +31,7 @@ from .device_backends import Stages, abort_device_backend, add_device_backend, b
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
 from .peer_watch import Stops, Watch
-from .rendezvous import NEVER_SENT, Patience, require_same
+from .rendezvous import NEVER_SENT, Patience, require_same, try_connection
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
@@ -394,9 +394,9 @@ class Group:
         return message
 
     def require_connected(self) -> None:
-        """Raise the backend's RuntimeError if a connection has ended: it refuses at once to receive over that one."""
+        """Raise the backend's RuntimeError if a connection has ended."""
         for rank in sorted(self._used):
-            self.pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+            try_connection(self.pg, rank)
 
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.

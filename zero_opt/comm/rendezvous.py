@@ -159,6 +159,14 @@ def ended_by(error: BaseException, name: str, call: str) -> str:
     return f"an exception on {name} ({said}) has ended {call} there; call it again on every rank, or restart all"
 
 
+def try_connection(pg: Any, rank: int) -> None:
+    """Raise gloo's RuntimeError if the connection to a rank has ended: gloo refuses at once to receive over it.
+
+    Where the connection holds, what is received here never comes.
+    """
+    pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+
+
 def meetings_counted() -> dict[Key, int]:
     """Return in how many meetings of each group this rank has taken part, of groups of the default store."""
     return dict(_met.get(c10d._get_default_store(), {})) if dist.is_initialized() else {}
@@ -443,10 +451,7 @@ class Meeting:
         return self.watch.hung(stopped, waited - self._stopped_at, self._waiting) if stopped else None
 
     def _broken(self) -> PeerLost | None:
-        """Return the error about a rank to which the user's group has no connection any more, if there is one.
-
-        gloo refuses at once to receive from such a rank. Where the connection holds, what is received here never comes.
-        """
+        """Return the error about a rank to which the user's group has no connection any more, if there is one."""
         parent = self._parent()  # not kept, as a group does not: the meeting of an optimizer's groups lives as they do
         if parent is None:
             return None
@@ -458,7 +463,7 @@ class Meeting:
             return None
         for rank in (rank for rank in range(len(self._key[1])) if rank != self.rank):
             try:
-                parent.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+                try_connection(parent, rank)
             except RuntimeError as error:
                 if by_handler(error):
                     raise

@@ -37,14 +37,14 @@ def _is_forward(frame: FrameType) -> bool:
     return isinstance(first, autograd_function.FunctionCtx) or code in _forwards_without_context()
 
 
-def _forwards_without_context() -> set[CodeType]:
+def _forwards_without_context() -> set[CodeType | None]:
     """Return the code of the forwards of all Functions that take no context; without what decorates them."""
-    found, classes = set[CodeType](), [autograd_function.Function]
+    found, classes = set[CodeType | None](), [autograd_function.Function]
     while classes:
         cls: Any = classes.pop()
         classes += cls.__subclasses__()
         if cls.setup_context is not autograd_function.Function.setup_context:
-            found.add(getattr(inspect.unwrap(cls.forward), "__code__", inside_function.__code__))
+            found.add(getattr(inspect.unwrap(cls.forward), "__code__", None))
     return found
 
 
