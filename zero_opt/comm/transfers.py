@@ -124,7 +124,9 @@ def wait_all(transfers: Iterable[Any]) -> None:
 class TransferQueue:
     """Transfers under way, a few at a time, oldest first, and the tensors that they read or write."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """``seconds``: see :meth:`Transfer.wait`."""
+        self._seconds = seconds
         self._under_way: deque[tuple[Transfer, Tensor, Callable[[], None]]] = deque()
 
     def add(self, transfer: Transfer | None, tensor: Tensor | None, arrived: Callable[[], None] = lambda: None) -> None:
@@ -150,7 +152,7 @@ class TransferQueue:
 
     def _end_oldest(self) -> None:
         transfer, _, arrived = self._under_way.popleft()
-        transfer.wait()
+        transfer.wait(self._seconds)
         arrived()
 
 

@@ -114,35 +114,12 @@ class Pull:
         self.heard: dict[int, int | None] = dict.fromkeys(ranks)
         self.waiting = set[int]()
         self.left = Future[None]()
-        self._awaited, self._patience_s, self._due = -1, math.inf, math.inf
 
     def stop(self, send: Callable[..., None]) -> None:
         """Tell the ranks that have not been told to go to stop; ``send`` takes a rank, a tag and numbers."""
         with contextlib.suppress(KeyError):  # there are none left
             while True:
                 send(self.waiting.pop(), self.tag + 1, STOP, self.number)
-
-    def wait_for(self, rank: int, patience_s: float) -> None:
-        """Note from which rank the next message must come within so many seconds."""
-        self._awaited, self._patience_s, self._due = rank, patience_s, time.monotonic() + patience_s
-
-    def answered(self, rank: int) -> None:
-        """Note that a rank has sent its listing."""
-        self._due = math.inf
-        del self.heard[rank]
-
-    def lookout(self, look: Callable[[], None], watch: Watch) -> Callable[[], None]:
-        """Return a function that does as ``look``, and raises PeerSilent once that message is late.
-
-        gloo's wait goes on, without end: one that times out breaks all connections.
-        """
-
-        def look_on() -> None:
-            look()
-            if time.monotonic() > self._due:
-                raise unanswered(watch, self._awaited, self._patience_s)
-
-        return look_on
 
     def warn(self) -> None:
         """Name, in the log, the ranks that have not sent their listings in time; waits until then."""
@@ -154,6 +131,40 @@ class Pull:
         )
         if ranks:
             log.warning("state_dict() in step %d has waited %d s for %s", self.step, WARN_AFTER_S, ranks)
+
+
+class Awaited:
+    """The rank whose message is awaited, and until when. Two threads use it at the same time.
+
+    gloo's wait goes on, without end: one that times out breaks all connections.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._patience_s, self._due = -1, math.inf, math.inf
+
+    def message_of(self, rank: int, patience_s: float) -> None:
+        """Note that the next message must come from this rank, within so many seconds."""
+        self._rank, self._patience_s = rank, patience_s
+        self._renew()
+
+    def arrives(self, arrived: Callable[[], None]) -> None:
+        """Take in a part of the message, by ``arrived``; the next one must come within as many seconds."""
+        arrived()
+        self._renew()
+
+    def lookout(self, look: Callable[[], None], watch: Watch) -> Callable[[], None]:
+        """Return a function that does as ``look``, and raises PeerSilent once the message is late, from now on."""
+        self._renew()  # it may be one that an earlier caller has given up
+
+        def look_on() -> None:
+            look()
+            if time.monotonic() > self._due:
+                raise unanswered(watch, self._rank, self._patience_s)
+
+        return look_on
+
+    def _renew(self) -> None:
+        self._due = time.monotonic() + self._patience_s
 
 
 def explained(watch: Watch, words: str, patience_s: float | None = None) -> PeerLost | None:

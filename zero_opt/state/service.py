@@ -72,6 +72,7 @@ from .messages import (
     RING_TAG,
     STOP,
     Answer,
+    Awaited,
     Offer,
     Pull,
     RingMessage,
@@ -84,10 +85,8 @@ from .messages import (
 
 # Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
 _FOR_EVER_S = 100 * 365 * 86400.0
-# Seconds that the other side of a bounded wait has on top, so that it hears why.
-_MARGIN_S = 30.0
-# Seconds that threads have to end once their connections are broken.
-_INTERRUPTION_S = 5.0
+# Seconds that the other side of a bounded wait has on top; that threads have to end once connections are broken.
+_MARGIN_S, _INTERRUPTION_S = 30.0, 5.0
 _State = LocalState | FrozenState
 
 
@@ -111,7 +110,7 @@ class StateService:
         self._closed, self._in_order, self._told = Future[None](), False, False
         self._lost: Exception | None = None
         self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
-        self._beside, self._pulls = SerialThread("zero_opt state wait"), 0
+        self._beside, self._pulls, self._awaited = SerialThread("zero_opt state wait"), 0, Awaited()
         # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
         # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
@@ -195,16 +194,15 @@ class StateService:
         words = words_of(*numbers)
         self._sent.append((self._side.send_to(words, dst, tag), words))
 
-    def _receive(self, into: Tensor, src: int, tag: int, seconds: float | None = None) -> None:
-        """Wait for a message, by default longer than its sender may wait. A message of no bytes is never sent."""
+    def _receive(self, into: Tensor, src: int, tag: int, seconds: float = _FOR_EVER_S) -> Tensor:
+        """Wait for a message, and return what it has filled. A message of no bytes is never sent."""
         if into.numel():
-            self._side.receive_from(into, src, tag).wait(seconds or self._side.timeout_s + _MARGIN_S)
+            self._side.receive_from(into, src, tag).wait(seconds)
             self._departures.unanswering.discard(src)
+        return into
 
     def _receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
-        text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._receive(text, src, tag)
-        return tensor_bytes(text)
+        return tensor_bytes(self._receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), src, tag))
 
     def _pass_on(self, words: Tensor) -> None:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
@@ -303,9 +301,8 @@ class StateService:
         try:
             said, of = STOP, -1
             while of != offer.pull:
-                words = words_of(said, of)
-                self._receive(words, offer.dst, answer_tag(offer.pull) + 1)
-                said, of = words.tolist()
+                words, tag = words_of(said, of), answer_tag(offer.pull) + 1
+                said, of = self._receive(words, offer.dst, tag, self._side.timeout_s + _MARGIN_S).tolist()
             if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change(self._guard.edit_marks()):
@@ -391,7 +388,7 @@ class StateService:
         """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
         asked = submitted(self._beside, call, pull, given)
         try:
-            return meanwhile(), outcome(asked, lambda: pull.lookout(self._side.lookout(), self._watch))
+            return meanwhile(), outcome(asked, lambda: self._awaited.lookout(self._side.lookout(), self._watch))
         finally:
             if not asked.done():  # a rank that does not answer may keep the thread for long
                 self._beside.leave()
@@ -417,21 +414,19 @@ class StateService:
     def _answer_of(self, rank: int, pull: Pull) -> bytes:
         """Return a rank's listing."""
         tag, answer = pull.tag, Answer(LATER, 0, 0, 0)
-        pull.wait_for(rank, self._side.timeout_s)
+        self._awaited.message_of(rank, self._side.timeout_s)
         while answer.code == LATER or answer.pull != pull.number:
             self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
-            words = words_of(*answer)
-            self._receive(words, rank, tag, _FOR_EVER_S)  # the caller gives up earlier
-            answer = Answer(*words.tolist())
+            answer = Answer(*self._receive(words_of(*answer), rank, tag).tolist())
             pull.heard[rank] = answer.step
-            pull.wait_for(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself
+            self._awaited.message_of(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself
         if answer.code == Verdict.BEHIND.value and (left := self._departures.of(rank)) is not None:
             raise PeerLost(left.text(f"rank {rank}", "has ended"))
         answer.require_ready(rank, pull.step)
         payload = self._receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(payload))
-        pull.answered(rank)
+        del pull.heard[rank]
         return payload
 
     def _fetch_all(self, pull: Pull, targets: dict[int, list[Places]]) -> None:
@@ -441,15 +436,16 @@ class StateService:
             self._fetch(rank, targets[rank], pull)
 
     def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
-        tag, window, size = pull.tag, TransferQueue(), words_of(0)
+        tag, window = pull.tag, TransferQueue(_FOR_EVER_S)
         with on_failure(self._side.interrupt):  # the other rank waits for this one to take the rest
             self._send(rank, tag + 1, GO, pull.number)
+            self._awaited.message_of(rank, self._side.timeout_s)
             for _, places in targets:
-                message, arrived = message_for(places)
-                window.add(self._side.receive_from(message, rank, tag), message, arrived)
+                into, arrived = message_for(places)
+                window.add(self._side.receive_from(into, rank, tag), into, partial(self._awaited.arrives, arrived))
             window.drain()
-            self._receive(size, rank, tag)
-            error = json.loads(self._receive_bytes(int(size), rank, tag))
+            nbytes = int(self._receive(words_of(0), rank, tag))
+            error = json.loads(self._receive_bytes(nbytes, rank, tag))
         if error is not None:
             raise error_of_rank(rank, *error)
 
