@@ -19,6 +19,7 @@ import zero_opt
 from test.hosts.network import Network
 from test.support.harness import Failure, run_processes
 from zero_opt.state import process_exit
+from zero_opt.system.waiting import until
 
 SECONDS = 300  # nothing hangs; the group's timeout is longer
 RATE, WIDTH = 8e6, 700_000  # a parameter of 8 MB, of which a shard takes four seconds
@@ -109,6 +110,31 @@ def test_a_rank_that_is_killed_within_a_message_is_lost(call: str, two_hosts: Ne
     for text in said:
         assert text.startswith(f"rank {dies} has ended, or its host does not answer, while "), said
         assert "restart all ranks from the last checkpoint" in text, said
+
+
+def _closed_peer_dies(rank: int, world_size: int, network: Network) -> str:
+    """What the last rank that has not closed is told when it asks for state."""
+    _connect(rank, world_size, network)
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+    _step(model, optimizer)
+    departures = optimizer._engine._groups.control.watch.departures  # type: ignore[union-attr]
+    if rank == 0:
+        optimizer.close()
+        network.link(rate=RATE, round_trip_s=0.0)
+        _die_after(network, SHARD_BYTES // 4)
+    dist.barrier()
+    time.sleep(SECONDS * (rank == 0))
+    assert until(lambda: departures.knows(0), SECONDS)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_closed_and_is_killed_within_its_state_is_lost(two_hosts: Network) -> None:
+    _, said = run_processes(2, _closed_peer_dies, two_hosts, timeout=SECONDS, backend=None, expect_errors=True)
+    assert isinstance(said, str), said
+    assert said.startswith("rank 0 has ended, or its host does not answer, while "), said
 
 
 def _source_dies(rank: int, world_size: int, network: Network) -> str:

@@ -33,7 +33,7 @@ from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import INTERFACES, partners
 from .rendezvous import PAUSE_RANK_S, Meeting, Patience
-from .store import StoreCalls, c10d, default_store
+from .store import STORE_ERRORS, StoreCalls, c10d, default_store
 from .store_keys import missing, values
 from .waits_beside import outcome, submitted
 
@@ -43,7 +43,7 @@ _OWN_DESCRIPTORS, _THREADS = 4, 3
 _SPARE_DESCRIPTORS, _SPARE_THREADS = 32, 8
 # Seconds that ranks have to connect, and seconds more for each of them, however long the group's timeout is.
 _CONNECT_S, _CONNECT_RANK_S = 30.0, 0.25
-# Seconds within which a rank that has ended is found, or another one has said so.
+# Seconds within which a rank that has ended is found, or another one has said so; and all have heard of an error.
 _FOUND_S = 3.0
 # What the operating system or gloo says of a thread that cannot be started.
 _NO_THREAD = ("new thread", "Resource temporarily unavailable")
@@ -53,6 +53,8 @@ _BROKEN = ("refused", "reset", "connectFullMesh")
 _LOOPBACK = ("[127.", "[::1]", "[::ffff:127.")
 # Seconds within which threads end that have nothing to wait for.
 _PROBES_END_S = 5.0
+# The key under which ranks are counted that leave because of an error.
+_HEARD = "heard"
 _numbers = itertools.count()
 
 
@@ -125,8 +127,13 @@ class Connecting(Meeting):
             OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for :meth:`Meeting.come`.
         """
         super().__init__(parent, patience)
-        self.come(partial(require_room, parent.size(), groups))
-        self.number, self._world_size, self._given_up = next(_numbers), parent.size(), False
+        self._world_size, self._given_up = parent.size(), False
+        try:
+            self.come(partial(require_room, parent.size(), groups))
+        except OutOfResources:
+            self.wait_until_heard()
+            raise
+        self.number = next(_numbers)
         self.patience_s = _CONNECT_S + _CONNECT_RANK_S * self._world_size
 
     def addresses(self, purpose: str) -> Any:
@@ -191,6 +198,14 @@ class Connecting(Meeting):
                 f"not all ranks have connected within {self.patience_s:.0f} s. Missing: {who}: {which} has ended or is "
                 "stopped, or two hosts cannot reach each other; look at the ranks' logs, and restart all"
             )
+
+    def wait_until_heard(self) -> None:
+        """Wait a little until all ranks leave because of an error: the end of this one may be that of the store."""
+        ask = StoreCalls()
+        with suppress(*STORE_ERRORS):
+            ask(self._place.add, _HEARD, 1)
+            until(lambda: ask(self._place.add, _HEARD, 0) == self._world_size, _FOUND_S)
+        ask.close()
 
     def meet(self, purpose: str = "made", look: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have made their groups, or what else has a purpose.
@@ -260,6 +275,8 @@ def made_by_all(connecting: Connecting) -> Iterator[list[Any]]:
         for group in made:
             group.close()
         connecting.leave(meaning)  # if that took descriptors or threads that the groups have given back
+        if isinstance(meaning, (OutOfResources, ProcessGroupError)):
+            connecting.wait_until_heard()
         raise meaning from (None if meaning is error else error)
     finally:
         connecting.ask.close()

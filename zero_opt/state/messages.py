@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.backend_errors import timed_out
-from ..comm.departures import Departure, How, go_on
+from ..comm.departures import Departure, Departures, How, go_on
+from ..comm.groups import tensor_bytes
 from ..comm.peer_watch import WARN_AFTER_S, Watch
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, PeerSilent, StepDesync
@@ -24,6 +26,7 @@ from ..system.log import log
 from .guard import Verdict
 
 if TYPE_CHECKING:
+    from ..comm.side_group import SideGroup
     from .consolidate import FrozenState, LocalState
 
 # Kinds of messages round the ring; BROKEN goes to the next rank alone.
@@ -35,6 +38,8 @@ LATER, ERROR = 3, 4
 RING_TAG = 1
 # Seconds that messages to the next rank have to arrive before connections are broken.
 FAREWELL_S = 1.0
+# Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
+FOR_EVER_S = 100 * 365 * 86400.0
 # Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
 # every message carries the number of its pull.
 _PULL_TAGS = 1 << 20
@@ -98,6 +103,34 @@ def departed(origin: int, departure: Departure) -> Tensor:
 def answer_tag(pull: int) -> int:
     """Return the tag of what an asked rank sends; what the asking rank sends has the next tag."""
     return RING_TAG + 1 + 2 * (pull % _PULL_TAGS)
+
+
+class DirectMessages:
+    """Messages between this rank and another, beside the ring. It does not wait for those that it sends."""
+
+    def __init__(self, side: SideGroup, departures: Departures) -> None:
+        self._side, self._departures = side, departures
+        self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
+
+    def send(self, dst: int, tag: int, *numbers: int) -> None:
+        """Begin to send numbers."""
+        words = words_of(*numbers)
+        self._sent.append((self._side.send_to(words, dst, tag), words))
+
+    def receive(self, into: Tensor, src: int, tag: int, seconds: float = FOR_EVER_S) -> Tensor:
+        """Wait for a message, and return what it has filled. A message of no bytes is never sent."""
+        if into.numel():
+            self._side.receive_from(into, src, tag).wait(seconds)
+            self._departures.unanswering.discard(src)
+        return into
+
+    def receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
+        """Wait for a message of so many bytes."""
+        return tensor_bytes(self.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), src, tag))
+
+    def forget(self) -> None:
+        """Drop what was sent, which keeps the connections open."""
+        self._sent.clear()
 
 
 class Pull:

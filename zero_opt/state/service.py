@@ -21,9 +21,10 @@ is dropped, before the next pull begins. Ranks that have not been told to go are
 
 [Note: the end]
 A rank that closes says so round the ring, and serves on until all ranks have closed; the process's exit waits for
-that. No thread can be started by then (Python 3.12). So the thread that listens, which must not wait, answers what is
-asked after close(), and a thread that exists from the beginning delivers it. All asking ranks take from the others in
-one order, so threads that deliver to one rank at a time cannot wait for each other in a circle.
+that. The last one to close breaks its connections to end its own wait. No thread can be started by then (Python 3.12).
+So the thread that listens, which must not wait, answers what is asked after close(), and a thread that exists from the
+beginning delivers it. All asking ranks take from the others in one order, so threads that deliver to one rank at a time
+cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.backend_errors import backend_words
+from ..comm.backend_errors import backend_words, closed_by_timeout
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
 from ..comm.peer_watch import Watch
@@ -66,6 +67,7 @@ from .messages import (
     DOUBTED,
     ERROR,
     FAREWELL_S,
+    FOR_EVER_S,
     GO,
     LATER,
     OPEN,
@@ -73,6 +75,7 @@ from .messages import (
     STOP,
     Answer,
     Awaited,
+    DirectMessages,
     Offer,
     Pull,
     RingMessage,
@@ -83,8 +86,6 @@ from .messages import (
     words_of,
 )
 
-# Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
-_FOR_EVER_S = 100 * 365 * 86400.0
 # Seconds that the other side of a bounded wait has on top; that threads have to end once connections are broken.
 _MARGIN_S, _INTERRUPTION_S = 30.0, 5.0
 _State = LocalState | FrozenState
@@ -110,11 +111,11 @@ class StateService:
         self._closed, self._in_order, self._told = Future[None](), False, False
         self._lost: Exception | None = None
         self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
+        self._direct = DirectMessages(side, self._departures)
         self._beside, self._pulls, self._awaited = SerialThread("zero_opt state wait"), 0, Awaited()
-        # Messages that are sent without waiting, lest ranks wait for each other in a circle. Round the ring, each
-        # rank has at most three under way. The others may have no receiver, as listings for pulls that were stopped.
+        # Sent without waiting, lest ranks wait for each other in a circle. Round the ring, each rank has at most three
+        # under way. What is unwanted has no receiver: listings for pulls that were stopped.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
-        self._sent: deque[tuple[Transfer, Tensor]] = deque(maxlen=4 * side.world_size)
         self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
         self._answering: set[threading.Thread] = set()
         self._serving, self._use_device = process_exit.Serving(), thread_device()
@@ -133,15 +134,14 @@ class StateService:
     def _listen(self) -> None:
         try:
             self._use_device()
-            while self._open:
+            while self._open or not self._closed.done():
                 words = words_of(*[0] * len(RingMessage._fields))
-                self._side.receive_from(words, self._left, RING_TAG).wait(_FOR_EVER_S)
+                self._side.receive_from(words, self._left, RING_TAG).wait(FOR_EVER_S)
                 message = RingMessage(*words.tolist())
                 if message.kind != BROKEN and self._right != message.origin:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self._pass_on(words)
                 self._take(message)
-            self._closed.wait(_FOR_EVER_S)
             with self._lock:  # under which close() tells the others
                 pass
             self._wait_passed(_INTERRUPTION_S)
@@ -186,26 +186,18 @@ class StateService:
         self._serving.end()
         self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
         self._beside.close()
-        self._passed, self._sent, self._unwanted = deque(), deque(), deque()  # messages keep the connections open
+        self._passed, self._unwanted = deque(), deque()  # messages keep the connections open
+        self._direct.forget()
         self._side.close()
         process_exit.running.discard(self)
 
-    def _send(self, dst: int, tag: int, *numbers: int) -> None:
-        words = words_of(*numbers)
-        self._sent.append((self._side.send_to(words, dst, tag), words))
-
-    def _receive(self, into: Tensor, src: int, tag: int, seconds: float = _FOR_EVER_S) -> Tensor:
-        """Wait for a message, and return what it has filled. A message of no bytes is never sent."""
-        if into.numel():
-            self._side.receive_from(into, src, tag).wait(seconds)
-            self._departures.unanswering.discard(src)
-        return into
-
-    def _receive_bytes(self, nbytes: int, src: int, tag: int) -> bytes:
-        return tensor_bytes(self._receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), src, tag))
-
     def _pass_on(self, words: Tensor) -> None:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
+
+    def _end_ring(self) -> None:
+        """End this rank's wait for messages, as the last one that closes."""
+        self._wait_passed(_INTERRUPTION_S)
+        self._side.disconnect()
 
     def _wait_passed(self, seconds: float) -> None:
         """Wait until messages to the next rank have arrived."""
@@ -221,7 +213,8 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        over = self._told or (self._closed.done() and self._departures.knows(self._left))
+        over = self._told or (self._closed.done() and not self._open)
+        over |= closed_by_timeout(backend_words(self._lost))  # by this rank itself
         if not over and self._departures.serves(self._left):
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self._pass_on, doubt)
@@ -266,14 +259,26 @@ class StateService:
             job()
 
     @contextlib.contextmanager
-    def _served(self, dst: int) -> Iterator[None]:
-        """Serve rank ``dst`` within it; if that fails, break the connections."""
+    def _broken_if_left(self) -> Iterator[None]:
+        """Break the connections if an exception ends the context: another rank waits for what comes in it.
+
+        After the loss of one, the ring tells why it has broken, and breaks the others; see [Note: the ring].
+        """
         try:
-            with torch.no_grad(), self._serving.one():
+            yield
+        except BaseException as error:
+            if not (isinstance(error, PeerLost) and isinstance(error.__cause__, RuntimeError)):
+                self._side.interrupt()
+            raise
+
+    @contextlib.contextmanager
+    def _served(self, dst: int) -> Iterator[None]:
+        """Serve rank ``dst`` within it."""
+        try:
+            with torch.no_grad(), self._serving.one(), self._broken_if_left():
                 yield
-        except Exception as error:  # whatever it is, the asking rank must not wait for this one
+        except Exception as error:
             log.debug("rank %d does not get the state it asked for: %s", dst, error)
-            self._side.interrupt()
         finally:
             self._answering.discard(threading.current_thread())
 
@@ -282,17 +287,17 @@ class StateService:
         dst, pull, guard = message.origin, message.pull, self._guard
         tag, verdict = answer_tag(pull), guard.admit(message.changes)
         if verdict is Verdict.BEHIND:
-            self._send(dst, tag, *Answer(LATER, guard.step, 0, pull))
+            self._direct.send(dst, tag, *Answer(LATER, guard.step, 0, pull))
             verdict = guard.wait_for(message.changes, self._side.timeout_s)
         if verdict is not Verdict.READY:
-            self._send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
+            self._direct.send(dst, tag, *Answer(verdict.value, guard.step, 0, pull))
             return None
         with on_failure(guard.leave):
             now = self._capture, self._guard.failure  # in this order, as close() replaces them
             with self._guard.after_change(self._guard.edit_marks()):
                 state, payload = self._final or self._listed(*now)
             code = ERROR if state is None else Verdict.READY.value
-            self._send(dst, tag, *Answer(code, guard.step, len(payload), pull))
+            self._direct.send(dst, tag, *Answer(code, guard.step, len(payload), pull))
             text = bytes_tensor(payload)
             return Offer(dst, pull, state, text, self._side.send_to(text, dst, tag))
 
@@ -302,7 +307,7 @@ class StateService:
             said, of = STOP, -1
             while of != offer.pull:
                 words, tag = words_of(said, of), answer_tag(offer.pull) + 1
-                said, of = self._receive(words, offer.dst, tag, self._side.timeout_s + _MARGIN_S).tolist()
+                said, of = self._direct.receive(words, offer.dst, tag, self._side.timeout_s + _MARGIN_S).tolist()
             if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change(self._guard.edit_marks()):
@@ -382,7 +387,7 @@ class StateService:
             with uninterrupted():
                 pull.left.set_result(None)
                 if pull.waiting:
-                    self._side.courtesies.do(partial(pull.stop, self._send))
+                    self._side.courtesies.do(partial(pull.stop, self._direct.send))
 
     def _wait_beside(self, call: Callable[..., Any], pull: Pull, given: Any, meanwhile: Callable[[], Any]) -> Any:
         """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
@@ -416,14 +421,14 @@ class StateService:
         tag, answer = pull.tag, Answer(LATER, 0, 0, 0)
         self._awaited.message_of(rank, self._side.timeout_s)
         while answer.code == LATER or answer.pull != pull.number:
-            self._receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
-            answer = Answer(*self._receive(words_of(*answer), rank, tag).tolist())
+            self._direct.receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
+            answer = Answer(*self._direct.receive(words_of(*answer), rank, tag).tolist())
             pull.heard[rank] = answer.step
             self._awaited.message_of(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself
         if answer.code == Verdict.BEHIND.value and (left := self._departures.of(rank)) is not None:
             raise PeerLost(left.text(f"rank {rank}", "has ended"))
         answer.require_ready(rank, pull.step)
-        payload = self._receive_bytes(answer.nbytes, rank, tag)
+        payload = self._direct.receive_bytes(answer.nbytes, rank, tag)
         if answer.code == ERROR:
             raise error_of_rank(rank, *json.loads(payload))
         del pull.heard[rank]
@@ -436,16 +441,16 @@ class StateService:
             self._fetch(rank, targets[rank], pull)
 
     def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
-        tag, window = pull.tag, TransferQueue(_FOR_EVER_S)
-        with on_failure(self._side.interrupt):  # the other rank waits for this one to take the rest
-            self._send(rank, tag + 1, GO, pull.number)
+        tag, window = pull.tag, TransferQueue(FOR_EVER_S)
+        with self._broken_if_left():
+            self._direct.send(rank, tag + 1, GO, pull.number)
             self._awaited.message_of(rank, self._side.timeout_s)
             for _, places in targets:
                 into, arrived = message_for(places)
                 window.add(self._side.receive_from(into, rank, tag), into, partial(self._awaited.arrives, arrived))
             window.drain()
-            nbytes = int(self._receive(words_of(0), rank, tag))
-            error = json.loads(self._receive_bytes(nbytes, rank, tag))
+            nbytes = int(self._direct.receive(words_of(0), rank, tag))
+            error = json.loads(self._direct.receive_bytes(nbytes, rank, tag))
         if error is not None:
             raise error_of_rank(rank, *error)
 
@@ -473,7 +478,7 @@ class StateService:
             self._freeze()
             self._tell(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
-            self._jobs.put(lambda: None)
+            self._jobs.put((lambda: None) if self._open else self._end_ring)
         if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
 

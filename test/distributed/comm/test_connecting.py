@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -91,6 +92,35 @@ def test_what_one_rank_lacks_is_its_error_on_all_and_all_can_go_on(
         assert message.startswith(f"rank {world_size - 1}: ") == (rank != world_size - 1)
 
 
+def _lacks_with_the_store(rank: int, world_size: int, folder: Path) -> str:
+    """Rank 0, whose end is that of the store, lacks descriptors before the other one has come."""
+    port, failed = folder / "port", folder / "failed"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        (folder / "made").write_text(str(store.port))
+        (folder / "made").rename(port)
+    else:
+        assert until(port.exists, PATIENCE_S)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if rank == 0:
+        _few_descriptors()
+        leave = connecting.Connecting.leave
+        connecting.Connecting.leave = lambda *given: (leave(*given), failed.touch())  # type: ignore[method-assign]
+    else:
+        assert until(failed.exists, PATIENCE_S)
+    with pytest.raises(zero_opt.ZeroOptError) as found:
+        _made()
+    if rank == 0:
+        os._exit(1)
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def test_a_rank_that_serves_the_store_ends_once_all_have_heard_what_it_lacks(tmp_path: Path) -> None:
+    _, said = run_processes(2, _lacks_with_the_store, tmp_path, backend=None, expect_errors=True)
+    assert re.match("OutOfResources: rank 0: .* file descriptors, but this process has", said), said
+
+
 def test_descriptors_are_counted_by_the_limit_where_there_is_none_to_count_them() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -161,15 +191,16 @@ def test_a_failure_in_the_middle_ends_the_waits_of_all(error: Exception, expecte
 
 
 def _is_missing(rank: int, world_size: int, place: str, folder: Path) -> str:
-    """The last rank says nothing, as one that is killed: the others wait for its address, or for the end."""
+    """The last rank says and hears nothing, as one that is killed: the others wait for its address, or for the end."""
 
     def nothing(*_: Any) -> None:
         assert until(lambda: len(os.listdir(folder)) == world_size - 1, PATIENCE_S)
         raise zero_opt.ProcessGroupError("the others' waits have ended")
 
-    connecting._CONNECT_S = 2.0
+    connecting._CONNECT_S, connecting._FOUND_S = 2.0, 0.0
     if rank == world_size - 1:
         setattr(connecting.Connecting, place, nothing)
+        connecting.Connecting.look = lambda _: None  # type: ignore[method-assign]
     with pytest.raises(zero_opt.ZeroOptError) as found:
         _made()
     (folder / str(rank)).touch()

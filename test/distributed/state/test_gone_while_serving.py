@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
-from test.support.stepped import make_stepped
+from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import process_identity
 from zero_opt.system.waiting import until
 
@@ -102,3 +102,28 @@ def _ends_at_once_after_close(rank: int, world_size: int) -> Any:
 def test_ranks_go_on_with_a_step_that_one_has_taken_which_closed_and_ended() -> None:
     found = run_processes(3, _ends_at_once_after_close, expect_errors=True)
     assert found[0] == found[2] == []
+
+
+def _killed_while_it_sends(rank: int, world_size: int) -> Any:
+    """What rank 0 and the others are told, whose ring is slower than the message that breaks off."""
+    process_identity.host_if_known = lambda: f"host {rank}"
+    params, optimizer = make_stepped(2)
+    service: Any = service_of(optimizer)
+    find_lost = service._find_lost
+    service._find_lost = lambda: (time.sleep(0.5), find_lost())
+    if rank == 2:
+        service._send_elements = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    calls: list[Any] = [optimizer.state_dict] * 2 if rank == 0 else []
+    said = []
+    for call in [*calls, lambda: take_step(params, optimizer)]:
+        with pytest.raises(zero_opt.PeerLost) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_that_is_killed_while_it_sends_its_state_is_named_by_all() -> None:
+    found = run_processes(3, _killed_while_it_sends, expect_errors=True)
+    for said in [*found[0], *found[1]]:
+        assert said.startswith("rank 2 has ended, or its host does not answer, while "), found
