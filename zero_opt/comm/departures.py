@@ -182,7 +182,7 @@ class Departures:
     @property
     def failed(self) -> bool:
         """Whether this rank has lost another one, or has given up waiting for it, and so serves no state at its end."""
-        return self.lost_one or self.unannounced
+        return self.lost_one or self._unannounced
 
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
@@ -305,3 +305,7 @@ class Posted:
     def begin_ring(self) -> None:
         """Let the ring tell of departures from here on."""
         self._ring = True
+
+    def end_ring(self) -> None:
+        """Let the store alone tell of departures again: the ring has broken."""
+        self._ring = False

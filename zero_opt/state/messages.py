@@ -211,6 +211,14 @@ def explained(watch: Watch, words: str, patience_s: float | None = None) -> Peer
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
 
 
+def broken(watch: Watch, words: str, patience_s: float | None = None) -> PeerLost:
+    """Return the error about connections that have broken; the arguments are as for :func:`explained`."""
+    return explained(watch, words, patience_s) or PeerLost(
+        f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to=rank) on "
+        "every rank before opt.state_dict(), or restart all ranks from a checkpoint"
+    )
+
+
 def unanswered(watch: Watch, rank: int, seconds: float) -> PeerLost:
     """Return the error about a rank that has not answered in so many seconds; it may answer later."""
     watch.departures.unanswering.add(rank)

@@ -80,8 +80,8 @@ from .messages import (
     Pull,
     RingMessage,
     answer_tag,
+    broken,
     departed,
-    explained,
     require_not_lost,
     words_of,
 )
@@ -147,6 +147,7 @@ class StateService:
             self._wait_passed(_INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
             self._lost = error
+            self._watch.posted.end_ring()
             self._find_lost()
             self._side.interrupt()
         finally:
@@ -155,7 +156,8 @@ class StateService:
     def _take(self, message: RingMessage) -> None:
         if message.kind == BROKEN:
             self._told = True
-        elif message.kind == DOUBTED:
+            raise PeerLost("another rank has broken them")  # which a process that it has forked may keep open
+        if message.kind == DOUBTED:
             self._watch.doubt(message.about)
         elif message.kind == DEPARTED:
             told = Departure(message.about, How(message.how), message.steps, message.calls)
@@ -368,11 +370,7 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                known = explained(self._watch, backend_words(error))
-                if known is None:
-                    self._departures.lost_one = True
-                    raise
-                raise known from error
+                raise broken(self._watch, backend_words(error)) from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -400,10 +398,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise explained(self._watch, words := backend_words(self._lost), 0.0) or PeerLost(
-                f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to="
-                "rank) on every rank before opt.state_dict(), or restart all ranks from a checkpoint"
-            )
+            raise broken(self._watch, backend_words(self._lost), 0.0)
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
@@ -414,7 +409,11 @@ class StateService:
         if pull.left.done():  # before it began
             return []
         self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
-        return [self._answer_of(rank, pull) if rank in pull.heard else None for rank in range(self._side.world_size)]
+        after = [(self._side.rank + away) % self._side.world_size for away in range(1, self._side.world_size)]
+        listings = {
+            rank: self._answer_of(rank, pull) for rank in after
+        }  # as the ring goes: the first late one holds it
+        return [listings.get(rank) for rank in range(self._side.world_size)]
 
     def _answer_of(self, rank: int, pull: Pull) -> bytes:
         """Return a rank's listing."""
@@ -476,7 +475,7 @@ class StateService:
             steps = self._guard.completed
             self._guard.finish()
             self._freeze()
-            self._tell(Departure(self._side.rank, how, steps, self._departures.calls))
+            self._departures.say(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put((lambda: None) if self._open else self._end_ring)
         if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
