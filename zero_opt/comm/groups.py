@@ -265,7 +265,7 @@ class Group:
 
         What raises here, as Ctrl-C or a rank that is stopped, ends what the call waits for.
         """
-        with self.exchanging():
+        with self.exchanging(), contextlib.nullcontext() if self.watch is None else self.watch.awaiting_message():
             waiting = submitted(self._waits, call)
             try:
                 outcome(waiting, self.lookout)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from .backend_errors import (
     network_failed,
     timed_out,
 )
-from .call_marks import CallMarks
+from .call_marks import AWAITS_MESSAGE, CallMarks, awaits_message
 from .departures import Departure, Departures, How, Posted, RankNames, go_on, have
 from .process_identity import ENDED, ProcessIdentity
 from .slices import SLICE_S, done_within
@@ -95,6 +95,7 @@ class Watch:
         self._given_up: PeerSilent | None = None
         self._doubted, self._warned = -math.inf, -1  # when a rank has begun to ask; the last step that the log mentions
         self._together = self.overdue = False  # whether all ranks have come to this call
+        self._says_awaits: bool | None = None  # whether the others know that this rank waits for a message, if it does
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, rank, store, self._ask)
 
@@ -160,9 +161,27 @@ class Watch:
     def missing(self, waited: float = math.inf) -> list[int]:
         """The ranks that have not come, as far as is known; none is known if this rank has waited for less time."""
         marks = self._marked() if waited > self.mark_after_s else {}
-        return [rank for rank, entered in marks.items() if entered < self._entered]
+        behind = [rank for rank, entered in marks.items() if entered < self._entered]
+        return [rank for rank in behind if not awaits_message(marks[rank])] or behind
 
-    def _marked(self) -> dict[int, int]:
+    @contextlib.contextmanager
+    def awaiting_message(self) -> Iterator[None]:
+        """A context of a wait for messages, in which this rank keeps no other one waiting; see :meth:`missing`."""
+        self._says_awaits = False
+        try:
+            yield
+        finally:
+            if self._says_awaits:
+                self.mark()
+            self._says_awaits = None
+
+    def say_awaiting(self, waited: float) -> None:
+        """Let the others know, within :meth:`awaiting_message`, that this rank has waited long."""
+        if self._says_awaits is False and waited > self.mark_after_s:
+            self._says_awaits = True
+            self._ask(partial(self._marks.put, self._entered + AWAITS_MESSAGE))
+
+    def _marked(self) -> dict[int, float]:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
         return self._ask(partial(self._marks.read, self._entered)) or {}
 
@@ -277,9 +296,11 @@ class Watch:
         does += " (py-spy dump)"
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
+        in_call = self._together and bool(self._within) == (self.call not in _IN_STEPS)
+        what = f"not {'gone on in' if in_call else 'come to'} {self.where}{in_s}"
         return self.leave_silent(
             missing,
-            f"{self.name(missing)} {have(missing)} not come to {self.where}{in_s}, and "
+            f"{self.name(missing)} {have(missing)} {what}, and "
             f"{self.last(missing)}: {self.alone(missing)}; look at what {does}, and whether all ranks step several "
             f"optimizers in one order (as Join lists all), or wait longer with {self.timeout_option}{aside(text)}",
         )

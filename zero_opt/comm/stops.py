@@ -34,6 +34,7 @@ class Stops:
         waited, thread = time.monotonic() - self._begun, threading.current_thread()
         if waited > self._watch.warn_after_s and thread is threading.main_thread():
             self._watch.warn()
+        self._watch.say_awaiting(waited)
         departure = self._watch.departures.of(self._watch.awaited)  # see [Note: connecting on first use]
         if departure is not None and departure.how in (How.FAILED, How.INTERRUPTED):
             raise self._watch._leave_departed(departure)

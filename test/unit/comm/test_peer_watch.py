@@ -205,6 +205,26 @@ def test_of_many_ranks_one_looks_for_all_who_is_missing() -> None:
         watch.close()
 
 
+def test_a_rank_that_waits_for_a_message_is_not_missing() -> None:
+    store, processes = HashStore(), [ProcessIdentity("", rank, rank) for rank in range(3)]
+    first, second, third = watches = [Watch(store, rank, processes, (60.0, 30.0)) for rank in range(3)]
+    for watch, entered in zip(watches, (1, 2, 1), strict=True):
+        watch._entered = entered
+    second.mark()
+    with first.awaiting_message():
+        first.say_awaiting(0.5)  # not long
+        assert second.missing() == [0, 2]
+        first.say_awaiting(2.0)
+        assert second.missing() == [2]
+        with third.awaiting_message():
+            third.say_awaiting(2.0)
+            assert second.missing() == [0, 2]  # for each other, or for this one
+        assert second.missing() == [2]
+    assert second.missing() == [0, 2]
+    for watch in watches:
+        watch.close()
+
+
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Watch], set[int]]]:
     """The watches of three ranks of one host before there is a ring, and the processes that have ended."""
