@@ -97,6 +97,11 @@ class CallWatch(Watch):
         self._say("")
         return self._silent_of_all(text)
 
+    def broken(self, error: RuntimeError) -> PeerLost | None:
+        """Leave, and return the error once a collective of all ranks has failed that this watch has not begun."""
+        stopped = self.stopped() if timed_out(first_line(error)) else []
+        return self._leave_stopped(stopped) if stopped else self._explain_error(error, 0.0)
+
     def _say(self, why: str) -> None:
         """Tell the others why this rank leaves; "" is that a connection has broken."""
         self._ask(lambda: self._store.set(f"left/{self._rank}", json.dumps(why)))
