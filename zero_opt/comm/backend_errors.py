@@ -31,6 +31,11 @@ def closed_by_peer(text: str) -> bool:
     return "closed by peer" in text
 
 
+def ended_at_peer(text: str) -> bool:
+    """Return whether gloo says this of a connection that its other process, or the kernel there, has ended."""
+    return closed_by_peer(text) or "reset by peer" in text
+
+
 def network_failed(text: str) -> bool:
     """Return whether gloo says this of a connection that the network has ended, not one of its processes."""
     return any(sign in text for sign in ("Connection timed out", "No route to host", "unreachable"))

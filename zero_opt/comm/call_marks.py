@@ -3,8 +3,9 @@
 [Note: who has not come]
 A backend's collective does not say whom it waits for. So a rank that has waited a second records in the store that
 the process group was made with how many such calls it has entered; those that have not recorded as many are the ones
-that are missing. The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank
-in this host the kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
+that are missing. One that waits a second for a message records a half more meanwhile: it keeps no other one waiting.
+The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank in this host the
+kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from .store_keys import missing, values
 
 # How long a rank may take to read what all ranks have recorded.
 _REPORT_S = 1.0
+# What the mark of a rank is more while it waits for a message.
+AWAITS_MESSAGE = 0.5
+
+
+def awaits_message(mark: float) -> bool:
+    """Return whether a rank with this mark waits for a message."""
+    return mark % 1 == AWAITS_MESSAGE
 
 
 class CallMarks:
@@ -26,11 +34,11 @@ class CallMarks:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
 
-    def put(self, entered: int) -> None:
+    def put(self, entered: float) -> None:
         """Record how many calls this rank has entered."""
         self._store.set(f"at/{self._rank}", str(entered))
 
-    def read(self, entered: int) -> dict[int, int]:
+    def read(self, entered: int) -> dict[int, float]:
         """Return the mark of each other rank, -1 for none. The first rank that asks in a call reads all for the others.
 
         They read those of the ranks again that had not come then: a rank that has come stays so.
@@ -49,9 +57,9 @@ class CallMarks:
             self._store.set(report, json.dumps([found.get(rank, entered) for rank in range(self._world_size)]))
         return found
 
-    def _of(self, ranks: Sequence[int]) -> dict[int, int]:
+    def _of(self, ranks: Sequence[int]) -> dict[int, float]:
         keys = {f"at/{rank}": rank for rank in ranks}
         absent = missing(self._store.check, [*keys])
         there = [key for key in keys if key not in absent]
         marks = zip(there, values(self._store, there) if there else [], strict=True)
-        return {keys[key]: int(mark) for key, mark in marks} | {keys[key]: -1 for key in absent}
+        return {keys[key]: float(mark) for key, mark in marks} | {keys[key]: -1 for key in absent}

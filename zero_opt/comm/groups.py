@@ -30,8 +30,9 @@ from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
-from .peer_watch import Stops, Watch
+from .peer_watch import Watch
 from .rendezvous import NEVER_SENT, Patience, require_same, try_connection
+from .stops import Stops
 from .store import c10d
 from .transfers import Message, Transfer, peer_lost
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
@@ -264,7 +265,7 @@ class Group:
 
         What raises here, as Ctrl-C or a rank that is stopped, ends what the call waits for.
         """
-        with self.exchanging():
+        with self.exchanging(), contextlib.nullcontext() if self.watch is None else self.watch.awaiting_message():
             waiting = submitted(self._waits, call)
             try:
                 outcome(waiting, self.lookout)

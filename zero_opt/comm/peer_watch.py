@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,24 +21,30 @@ from ..system.background_thread import SerialThread
 from ..system.interrupts import by_handler, uninterrupted
 from ..system.log import log
 from ..system.waiting import until
-from .backend_errors import aside, closed_by_peer, closed_by_timeout, first_line, is_loss, network_failed, timed_out
-from .call_marks import CallMarks
+from .backend_errors import (
+    aside,
+    closed_by_peer,
+    closed_by_timeout,
+    ended_at_peer,
+    first_line,
+    is_loss,
+    network_failed,
+    timed_out,
+)
+from .call_marks import AWAITS_MESSAGE, CallMarks, awaits_message
 from .departures import Departure, Departures, How, Posted, RankNames, go_on, have
 from .process_identity import ENDED, ProcessIdentity
 from .slices import SLICE_S, done_within
+from .stops import ANNOUNCED_S, Wait
 
 # A wait is over after so many timeouts, should the backend be stuck, whose own limit is one: see [Note: courtesies].
 _OVERDUE = 2.0
 # A rank that has waited so long says so in the store, at the latest after this part of its timeout.
 _MARK_AFTER_S, _MARK_AFTER_PART = 1.0, 0.25
-# How often the processes of this host are looked at, if they are no more than so many; more of them, less often.
-LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 # How long the store may take to answer: its server may be the rank that is missing.
 _STORE_S = 2.0
 # How long a process may outlive its connections: where the network may have broken them, and where only its end can.
 _CLOSING_S, _ENDING_S = 0.3, 5.0
-# How long the announcement of a process that has ended may take, where another process holds its connections open.
-_ANNOUNCED_S = 1.0
 # How long a rank may take to say that it lives, as another one wants to know whose connection to it has broken.
 _ALIVE_S = 5.0
 # How long the news of why a connection broke may take, or that a rank is doubted: see :meth:`Watch.doubt`. The
@@ -64,10 +69,11 @@ class Watch:
         name: names ranks in messages.
         awaited: the rank whose message an exchange has last waited for.
         posted: the departures in the store. timeout_option: what users write to bound a wait.
-        mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
+        mark_after_s: seconds after which :meth:`mark` is due. warn_after_s: those after which a wait is mentioned in
+            the log. overdue: whether the backend is stuck in a wait.
     """
 
-    timeout_option = "checks=Checks(timeout=...)"
+    timeout_option, warn_after_s = "checks=Checks(timeout=...)", WARN_AFTER_S
 
     def __init__(
         self, store: Any, rank: int, processes: Sequence[ProcessIdentity], timeouts: tuple[float, float]
@@ -78,6 +84,8 @@ class Watch:
         self._store, self._rank, self._marks = store, rank, CallMarks(store, rank, len(processes))
         self._timeout_s, self._hang_timeout_s = timeouts
         self._news_s = min(_NEWS_S, _NEWS_PART * self._timeout_s)
+        # So late comes the news from a rank that lives, and waits for news itself before it breaks its connections.
+        self._told_s = min(self._news_s + _ALIVE_S, self._timeout_s)
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
@@ -87,6 +95,7 @@ class Watch:
         self._given_up: PeerSilent | None = None
         self._doubted, self._warned = -math.inf, -1  # when a rank has begun to ask; the last step that the log mentions
         self._together = self.overdue = False  # whether all ranks have come to this call
+        self._says_awaits: bool | None = None  # whether the others know that this rank waits for a message, if it does
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, rank, store, self._ask)
 
@@ -107,7 +116,7 @@ class Watch:
         """
         self._entered += 1
         self.departures.calls = self._entered
-        patience, work = _Wait(self), None
+        patience, work = Wait(self), None
         self._within = "" if self.call in _IN_STEPS else f"{self.call} before "
         try:
             work = begin()
@@ -152,9 +161,27 @@ class Watch:
     def missing(self, waited: float = math.inf) -> list[int]:
         """The ranks that have not come, as far as is known; none is known if this rank has waited for less time."""
         marks = self._marked() if waited > self.mark_after_s else {}
-        return [rank for rank, entered in marks.items() if entered < self._entered]
+        behind = [rank for rank, entered in marks.items() if entered < self._entered]
+        return [rank for rank in behind if not awaits_message(marks[rank])] or behind
 
-    def _marked(self) -> dict[int, int]:
+    @contextlib.contextmanager
+    def awaiting_message(self) -> Iterator[None]:
+        """A context of a wait for messages, in which this rank keeps no other one waiting; see :meth:`missing`."""
+        self._says_awaits = False
+        try:
+            yield
+        finally:
+            if self._says_awaits:
+                self.mark()
+            self._says_awaits = None
+
+    def say_awaiting(self, waited: float) -> None:
+        """Let the others know, within :meth:`awaiting_message`, that this rank has waited long."""
+        if self._says_awaits is False and waited > self.mark_after_s:
+            self._says_awaits = True
+            self._ask(partial(self._marks.put, self._entered + AWAITS_MESSAGE))
+
+    def _marked(self) -> dict[int, float]:
         """The last :meth:`mark` of each other rank, -1 for none; empty if the store does not answer."""
         return self._ask(partial(self._marks.read, self._entered)) or {}
 
@@ -245,8 +272,8 @@ class Watch:
     def _explain_error(self, error: RuntimeError, waited: float) -> PeerLost | None:
         """What the backend's error means, if more than it says can be told."""
         text = first_line(error)
-        # An exchange on another thread may know to which rank the connection has broken, and says so after _news_s.
-        patience_s = 0.0 if timed_out(text) else min(self._news_s + _ANNOUNCED_S, self._timeout_s)
+        # An exchange on another thread may know to which rank the connection has broken, and says so after a wait.
+        patience_s = 0.0 if timed_out(text) else min(self._told_s + ANNOUNCED_S, self._timeout_s)
         if known := self.explain(text, self._entered, patience_s) or self.silence(text, waited):
             return known
         late = timed_out(text) or closed_by_timeout(text)
@@ -269,9 +296,11 @@ class Watch:
         does += " (py-spy dump)"
         if not set(missing) <= self._near.keys():  # of another host nothing else is known
             does += ", and whether a process has ended of which a forked child keeps the connections open"
+        in_call = self._together and bool(self._within) == (self.call not in _IN_STEPS)
+        what = f"not {'gone on in' if in_call else 'come to'} {self.where}{in_s}"
         return self.leave_silent(
             missing,
-            f"{self.name(missing)} {have(missing)} not come to {self.where}{in_s}, and "
+            f"{self.name(missing)} {have(missing)} {what}, and "
             f"{self.last(missing)}: {self.alone(missing)}; look at what {does}, and whether all ranks step several "
             f"optimizers in one order (as Join lists all), or wait longer with {self.timeout_option}{aside(text)}",
         )
@@ -281,7 +310,7 @@ class Watch:
         ranks = missing or [rank for rank in self._others if rank not in self._near] or self._others
         # If it has timed out, the connection that keeps it from ending may not have broken yet.
         known = self.explain(text, self._entered, self._news_s) if timed_out(text) else None
-        known = known or (self._cut_off(ranks[0], text) if len(ranks) == 1 and not closed_by_peer(text) else None)
+        known = known or (self._apart(ranks[0], text) if len(ranks) == 1 and not ended_at_peer(text) else None)
         if known is not None:
             return known
         self.departures.lost_one = True
@@ -301,7 +330,9 @@ class Watch:
 
     def message_failed(self, rank: int, text: str) -> PeerLost | None:
         """Leave, and return the error, once a message to or from a rank has failed, with the backend's ``text``."""
-        if known := self.explain(text, _ANY_CALL, 0.0 if timed_out(text) else None) or self.silence(text):
+        ended = rank not in self._near and ended_at_peer(text)
+        patience_s = 0.0 if timed_out(text) else self._told_s if ended else self._news_s
+        if known := self.explain(text, _ANY_CALL, patience_s) or self.silence(text):
             return known
         if timed_out(text):
             return self.leave_silent(
@@ -309,13 +340,13 @@ class Watch:
                 f"{self.name([rank])} has not come to the same exchange of step {self.step}; look at what it does "
                 f"(py-spy dump), or wait longer with checks=Checks(timeout=...) ({text})",
             )
-        return self._cut_off(rank, text)
+        return self._apart(rank, text, How.LOST if ended else How.CUT_OFF)
 
-    def _cut_off(self, rank: int, text: str) -> PeerLost | None:
+    def _apart(self, rank: int, text: str, how: How = How.CUT_OFF) -> PeerLost | None:
         """Leave, and return the error once a rank and this one cannot reach each other, if the others can be told."""
         if not self.departures.news:
             return None
-        self.departures.notice(apart := Departure(rank, How.CUT_OFF, from_rank=self._rank))
+        self.departures.notice(apart := Departure(rank, how, from_rank=self._rank))
         return self._leave_departed(apart, text)
 
     def warn(self) -> None:
@@ -323,7 +354,7 @@ class Watch:
         if self._warned != self.step:
             self._warned = self.step
             who = "another rank" if self.awaited is None else self.name([self.awaited])
-            log.warning("an exchange of step %d has waited %d s for %s", self.step, WARN_AFTER_S, who)
+            log.warning("an exchange of step %d has waited %d s for %s", self.step, self.warn_after_s, who)
 
     def _leave(self, text: str) -> PeerSilent:
         """Leave training, and return the error: what this rank waited for may still come, and answer a later call."""
@@ -427,72 +458,3 @@ class Watch:
     def close(self) -> None:
         """Ask the store nothing more."""
         self._thread.close()
-
-
-class Stops:
-    """How long ranks of this host have been stopped, or have ended unannounced, while one waits: the connections of a
-    rank that was killed stay open as long as a process that it has forked lives."""
-
-    def __init__(self, watch: Watch, waiting: str = "", only: int | None = None) -> None:
-        """``waiting``: see :meth:`Watch.hung`. ``only``: the rank that is waited for, if not all are."""
-        self._watch, self._waiting, self._only = watch, waiting, only
-        self._begun = self._looked = time.monotonic()
-        self._apart_s = LOOK_AGAIN_S * max(1.0, len(watch._near) / _LOOKED_AT)
-        self._since: dict[int, float] = {}
-
-    def attend(self) -> None:
-        """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
-        if time.monotonic() - self._begun > WARN_AFTER_S and threading.current_thread() is threading.main_thread():
-            self._watch.warn()
-        departure = self._watch.departures.of(self._watch.awaited)  # see [Note: connecting on first use]
-        if departure is not None and departure.how in (How.FAILED, How.INTERRUPTED):
-            raise self._watch._leave_departed(departure)
-        self.look()
-
-    def look(self) -> None:
-        """Raise PeerSilent if a rank has been stopped too long, PeerLost if one is lost; to be called repeatedly."""
-        now = time.monotonic()
-        if now - self._looked < self._apart_s:
-            return
-        self._looked = now
-        if now - self._begun > self._watch.mark_after_s:
-            self._watch.posted.read(now - self._begun)
-        if self._waiting and (lost := self._watch.departures.lost_to(self._only)) is not None:
-            raise self._watch._leave_departed(lost, waiting=self._waiting)
-        if not self._waiting and (silence := self._watch.silence("", now - self._begun)) is not None:
-            raise silence
-        ended = self._watch.ended(self._waiting)
-        if ended and now - self._watch._ended_at[ended[0]] >= _ANNOUNCED_S:
-            raise self._watch.leave_lost(ended, self._waiting)
-        stopped = [rank for rank in self._watch.stopped() if self._only in (None, rank)]
-        self._since = {rank: self._since.get(rank, now) for rank in stopped}
-        longest = now - min(self._since.values(), default=now)
-        if (error := self._watch.hung(stopped, longest, self._waiting)) is not None:
-            raise error
-
-
-class _Wait(Stops):
-    """One wait for all ranks."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(watch)
-        self._marked = self._warned = False
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._begun
-
-    def look(self) -> None:
-        """Do what is due after a slice: mark this rank, warn, and look as :class:`Stops` does."""
-        watch = self._watch
-        if not self._marked and self.waited > watch.mark_after_s:
-            self._marked = True
-            watch.mark()
-        if not self._warned and self.waited > WARN_AFTER_S:
-            self._warned = True
-            missing = watch.missing()
-            who, last = watch.name(missing) or "another rank", watch.last(missing)
-            last += f": {watch.alone(missing)}; do all step several optimizers in one order?" if missing else ""
-            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
-        super().look()

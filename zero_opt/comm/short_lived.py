@@ -97,12 +97,20 @@ class CallWatch(Watch):
         self._say("")
         return self._silent_of_all(text)
 
+    def broken(self, error: RuntimeError) -> PeerLost | None:
+        """Leave, and return the error once a collective of all ranks has failed that this watch has not begun."""
+        stopped = self.stopped() if timed_out(first_line(error)) else []
+        return self._leave_stopped(stopped) if stopped else self._explain_error(error, 0.0)
+
     def _say(self, why: str) -> None:
         """Tell the others why this rank leaves; "" is that a connection has broken."""
         self._ask(lambda: self._store.set(f"left/{self._rank}", json.dumps(why)))
 
     def _silent_of_all(self, text: str) -> PeerLost | None:
-        """Return the error of a rank that knows why it leaves, else that about the one that does not say so."""
+        """Return the error of a rank that knows why it leaves, else that about the one that does not say so.
+
+        One that is stopped on this host says nothing either, but breaks no connection.
+        """
         end = time.monotonic() + _SAYING_S
         while True:
             said: dict[int, str] = self._ask(self._said) or {}
@@ -111,7 +119,9 @@ class CallWatch(Watch):
                 return PeerSilent(why)
             absent = [rank for rank in self._others if rank not in said]
             if len(absent) < 2 or time.monotonic() > end:
-                return self._leave_departed(Departure(absent[0], How.LOST), text) if len(absent) == 1 else None
+                gone = [rank for rank in absent if rank not in self.stopped()]
+                lost = self._leave_departed(Departure(gone[0], How.LOST), text) if len(gone) == 1 else None
+                return lost or (None if gone else self._stopped_error())
             time.sleep(0.01)
 
     def _said(self) -> dict[int, str]:

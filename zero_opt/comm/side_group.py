@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 
 from .groups import Group
-from .peer_watch import Stops, Watch
+from .peer_watch import Watch
+from .stops import Stops
 from .waits_beside import looked_beside
 
 # What a rank waits for that asks for state, or is asked.

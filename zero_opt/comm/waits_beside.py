@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import PeerLost
 from ..system.background_thread import CallingThread, SerialThread, run_apart
 from ..system.future import Future
-from .peer_watch import LOOK_AGAIN_S
+from .stops import LOOK_AGAIN_S
 
 
 def submitted(thread: SerialThread, call: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -270,6 +270,25 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed_first(world_size: i
     assert re.match(f"{who} while step 2 waits for it, and its last step is 1", text), text
 
 
+def _one_is_killed_beside_a_stopped_one(rank: int, world_size: int) -> Any:
+    """Rank 2, which would tell of rank 1, is stopped."""
+    params, optimizer = _stepped(rank, "hosts", checks=zero_opt.Checks(timeout=30.0))
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lost_in(lambda: take_step(params, optimizer))
+
+
+def test_a_killed_rank_is_not_cut_off_where_its_neighbor_is_stopped() -> None:
+    (name, text), *_ = run_processes(
+        3, _one_is_killed_beside_a_stopped_one, timeout=PATIENCE_S, expect_errors=True, may_hang={2}
+    )
+    assert name == "PeerLost"
+    assert text.startswith("rank 1 has ended, or its host does not answer, while step 2 waits for it"), text
+
+
 def _one_is_killed_as_two_threads_notice(rank: int, world_size: int, first: str) -> Any:
     """Rank 1 is on one host with rank 0, which is killed. The first of its threads to notice that is late to say it."""
     process_identity.host_if_known = lambda: f"host {rank // 2}"

@@ -264,7 +264,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
 
 
 def _slow(rank: int, world_size: int) -> list[str]:
-    peer_watch.WARN_AFTER_S = 1.2
+    peer_watch.Watch.warn_after_s = 1.2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -288,7 +288,7 @@ def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> N
 
 def _slow_in_an_exchange(rank: int, world_size: int, reduction: Any) -> list[str]:
     """Rank 1 takes part in the agreement at once, and in the exchange late."""
-    peer_watch.WARN_AFTER_S = 1.2
+    peer_watch.Watch.warn_after_s = 1.2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

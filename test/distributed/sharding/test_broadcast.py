@@ -20,6 +20,7 @@ from zero_opt.comm.groups import Group
 from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, RankMismatch, UnsupportedParam, ZeroOptError
 from zero_opt.policies import Checks
 from zero_opt.sharding.broadcast import broadcast_params
+from zero_opt.system.waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -97,15 +98,20 @@ def _ends_in_it(how: str, where: str) -> None:
     if where == "before":
         leave()
     else:
-        broadcast, left = Group.broadcast, [1]
+        _leaves_within(leave)
 
-        def leaves(group: Group, tensor: torch.Tensor, src: int) -> None:
-            if not left[0]:
-                leave()
-            left[0] -= 1
-            broadcast(group, tensor, src)
 
-        Group.broadcast = leaves  # type: ignore[method-assign]
+def _leaves_within(leave: Callable[..., object]) -> None:
+    """Have this rank call ``leave`` in the second broadcast from here."""
+    broadcast, left = Group.broadcast, [1]
+
+    def leaves(group: Group, tensor: torch.Tensor, src: int) -> None:
+        if not left[0]:
+            leave()
+        left[0] -= 1
+        broadcast(group, tensor, src)
+
+    Group.broadcast = leaves  # type: ignore[method-assign]
 
 
 def _beside_one_that_leaves(rank: int, world_size: int, how: str, where: str, near: bool) -> Any:
@@ -145,6 +151,32 @@ def test_a_killed_rank_is_named(world_size: int, near: bool, where: str) -> None
     within = rf"rank {world_size - 1} (\(pid \d+\) )?has ended(, or its host does not answer,)? while broadcast_params"
     for name, text, _ in _said_by_others(world_size, "killed", where, near):
         assert name == "PeerLost" and re.match(f"{killed}|{within}", text), text
+
+
+def _beside_a_stopped_and_a_killed_one(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1, on the host of rank 0, is stopped, and rank 2, on another one, killed."""
+    process_identity.host_if_known = lambda: f"host {rank // 2}"  # type: ignore[attr-defined]
+    model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(4)))
+    broadcast_params(model)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        _ends_in_it("stopped", "within")
+    if rank == 2:
+        stopped = process_identity.ProcessIdentity("", pids[1], process_identity._stat(pids[1])[1])
+        _leaves_within(
+            lambda: until(lambda: stopped.state() in "Tt", PATIENCE_S) and os.kill(os.getpid(), signal.SIGKILL)
+        )
+    with pytest.raises(PeerLost) as caught:
+        broadcast_params(model)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_killed_rank_is_named_beside_a_stopped_one() -> None:
+    found = run_processes(3, _beside_a_stopped_and_a_killed_one, expect_errors=True, may_hang={1})
+    name, text = found[0]
+    assert name == "PeerLost"
+    assert text.startswith("rank 2 has ended, or its host does not answer, while broadcast_params() waits for it"), text
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

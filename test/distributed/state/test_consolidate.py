@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import numpy
@@ -10,8 +12,11 @@ import torch
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from test.support.stepped import make_stepped
+from test.support.stepped import lost_in, make_stepped
+from zero_opt.comm import process_identity
+from zero_opt.state import consolidate
 
 
 class Historian(torch.optim.Optimizer):
@@ -104,3 +109,21 @@ def test_what_was_consolidated_is_there_after_the_end() -> None:
     (before, after), _ = run_processes(2, _consolidate_and_close)
     assert len(after["state"]) == 2
     assert_bitwise(after, before)
+
+
+def _one_stops_before_it_sends(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 0 waits for the state of rank 2, which is on another host, and rank 1 for both, one call later."""
+    process_identity.host_if_known = lambda: f"host {rank // 2}"
+    _, optimizer = make_stepped(2, checks=zero_opt.Checks(timeout=12.0))
+    if rank == 2:
+        consolidate.message_to_send = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[attr-defined]
+    return lost_in(lambda: optimizer.consolidate_state_dict(to=0))
+
+
+def test_a_rank_that_stops_before_it_sends_its_state_is_named_alone() -> None:
+    found = run_processes(3, _one_stops_before_it_sends, timeout=PATIENCE_S, expect_errors=True, may_hang={2})
+    for name, text in found[:2]:
+        assert name == "PeerSilent"
+        assert text.startswith("rank 2 has not "), text
+        assert "not come to consolidate" not in text, text  # all have come to that
+    assert found[1][1].startswith("rank 2 has not gone on in consolidate_state_dict() before step 2 in "), found[1][1]

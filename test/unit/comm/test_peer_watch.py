@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import HashStore
 
 from zero_opt.comm import departures, peer_watch
 from zero_opt.comm.departures import Departure, Departures, How, Posted
-from zero_opt.comm.peer_watch import Stops, Watch
+from zero_opt.comm.peer_watch import Watch
 from zero_opt.comm.process_identity import ProcessIdentity
+from zero_opt.comm.stops import Stops
 from zero_opt.errors import PeerLost, PeerSilent
 
 
@@ -91,6 +92,60 @@ def test_one_rank_that_misses_when_a_connection_breaks_is_cut_off(
     assert [(each.rank, each.how, each.from_rank) for each in told] == [(2, How.CUT_OFF, 0)]
 
 
+@pytest.fixture
+def told(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[Departure]:
+    """What a rank tells the others round the ring. Its waits for news take no time."""
+    told, clock = list[Departure](), [0.0]
+    watch.departures.tell, watch.departures.news = told.append, True
+    monkeypatch.setattr(peer_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(peer_watch.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    return told
+
+
+CLOSED = "Connection closed by peer [127.0.0.1]:4321"
+RESET = "Read error [127.0.0.1]:4321: Connection reset by peer"
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+@pytest.mark.parametrize("text", [CLOSED, RESET])
+def test_a_rank_that_ends_a_connection_and_says_nothing_is_lost(watch: Watch, told: list[Departure], text: str) -> None:
+    error = watch.message_failed(1, text)
+    assert str(error).startswith("rank 1 has ended, or its host does not answer, while step 0 waits for it")
+    assert [(each.rank, each.how) for each in told] == [(1, How.LOST)]
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+@pytest.mark.parametrize("text", [CLOSED, RESET])
+def test_a_rank_that_ends_a_connection_after_it_has_waited_for_news_is_not_lost(
+    watch: Watch, told: list[Departure], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """It says what it has found once its own wait for news is over, and that takes a little."""
+    late_s = watch._news_s + 1.0
+
+    def read() -> None:
+        if peer_watch.time.monotonic() > late_s:
+            watch.departures.hear(Departure(2, How.LOST, from_rank=1))
+
+    monkeypatch.setattr(watch.posted, "read", read)
+    assert str(watch.message_failed(1, text)).startswith("rank 2 has ended, or its host does not answer, while step 0")
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+def test_a_rank_whose_connection_the_network_ends_is_cut_off(watch: Watch, told: list[Departure]) -> None:
+    error = watch.message_failed(1, "Read error [127.0.0.1]:4321: Connection timed out")
+    assert str(error).startswith("rank 0, rank 1 cannot reach each other any more: the network drops packets")
+    assert [(each.rank, each.how, each.from_rank) for each in told] == [(1, How.CUT_OFF, 0)]
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+def test_one_rank_that_misses_when_a_connection_is_reset_may_have_ended(
+    watch: Watch, told: list[Departure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "missing", lambda waited: [2])
+    error = watch._explain_error(RuntimeError(RESET), 60.0)
+    assert str(error).startswith("rank 2 has ended, or its host does not answer, or the network drops packets, while")
+
+
 def test_ranks_that_have_come_to_a_call_are_not_said_to_be_in_another(watch: Watch) -> None:
     watch.begin("sharded_state_dict()")
     assert watch.alone([1]) == "rank 0 called sharded_state_dict(), rank 1 did not, of this optimizer"
@@ -146,6 +201,26 @@ def test_of_many_ranks_one_looks_for_all_who_is_missing() -> None:
     watches[7]._entered = 1
     watches[7].mark()
     assert watches[3].missing() == [50]
+    for watch in watches:
+        watch.close()
+
+
+def test_a_rank_that_waits_for_a_message_is_not_missing() -> None:
+    store, processes = HashStore(), [ProcessIdentity("", rank, rank) for rank in range(3)]
+    first, second, third = watches = [Watch(store, rank, processes, (60.0, 30.0)) for rank in range(3)]
+    for watch, entered in zip(watches, (1, 2, 1), strict=True):
+        watch._entered = entered
+    second.mark()
+    with first.awaiting_message():
+        first.say_awaiting(0.5)  # not long
+        assert second.missing() == [0, 2]
+        first.say_awaiting(2.0)
+        assert second.missing() == [2]
+        with third.awaiting_message():
+            third.say_awaiting(2.0)
+            assert second.missing() == [0, 2]  # for each other, or for this one
+        assert second.missing() == [2]
+    assert second.missing() == [0, 2]
     for watch in watches:
         watch.close()
 

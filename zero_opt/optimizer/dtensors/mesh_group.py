@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.backend_errors import is_loss
 from ...comm.backend_exchanges import gathered_over
+from ...comm.departures import rank_name
 from ...comm.device_backends import group_timeout_s
 from ...comm.groups import INLINE_BYTES, ROUNDS, Group
 from ...comm.lazy_gloo import all_gather, swaps
@@ -30,14 +32,14 @@ from ...comm.process_identity import ProcessIdentity
 from ...comm.rendezvous import NEVER_SENT
 from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
-from ...comm.transfers import Transfer
+from ...comm.transfers import Transfer, peer_lost
 from ...comm.waits_beside import SubmittedCall
 from ...field_checks import waited_for
 from ...policies import Checks
 from ...system.background_thread import SerialThread
 
 # Whom a message waits for, as long as nothing is known of the ranks.
-_ANY = "another rank of the mesh"
+ANY = "another rank of the mesh"
 
 
 class _MeshWatch(CallWatch):
@@ -84,12 +86,12 @@ class MeshGroup(Group):
         rows = tensor.detach().flatten()
         if self._by_messages:
             work = SubmittedCall(self._waits, self._gathered, rows)
-            self._run(work.begin, _ANY, rows)
+            self._run(work.begin, ANY, rows)
             rows = work.value
         else:
             rows = rows.to(self._device_mesh.device_type)
             for pg in _groups_of(self._device_mesh):
-                rows = gathered_over(pg, rows, _ANY)
+                rows = gathered_over(pg, rows, ANY)
         return list(rows.to(tensor.device).view(-1, *tensor.shape))
 
     def _gathered(self, rows: Tensor) -> Tensor:
@@ -101,6 +103,23 @@ class MeshGroup(Group):
         if self.watch is None and self._by_messages:
             self._introduce()
         return super().all_gather_bytes(payload, call, called)
+
+    @contextlib.contextmanager
+    def collective(self, call: str) -> Iterator[None]:
+        """A context of collectives over the mesh's own process groups, in a call that all ranks are in.
+
+        Raises:
+            PeerLost: in place of a backend's error about a rank; names it, where it can be told.
+        """
+        other = 1 - self.rank
+        who = rank_name(other, self.ranks[other]) if self.world_size == 2 else ANY
+        with peer_lost(f"{who}, for which {call} waits,"):
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(self.watch, CallWatch) or not is_loss(error):
+                    raise
+                raise self.watch.broken(error) or error from error
 
     def _introduce(self) -> None:
         """Tell the other ranks which process this is, and watch theirs from here on. Collective."""

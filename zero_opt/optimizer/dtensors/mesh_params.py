@@ -52,7 +52,7 @@ from .local_parts import (
     state_of_param,
     travels,
 )
-from .mesh_group import MeshGroup
+from .mesh_group import ANY, MeshGroup
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
 # the rank has parameters of several meshes, or of none.
@@ -224,7 +224,8 @@ class MeshParams:
         for index, state in sorted(states.items()):
             entry = full[index] = {}
             for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
-                with peer_lost("another rank of the mesh, for which consolidate_state_dict() waits,"):
+                group, call = self._groups.get(_mesh_of(value)), "consolidate_state_dict()"
+                with peer_lost(f"{ANY}, for which {call} waits,") if group is None else group.collective(call):
                     full_value = full_copy(value)
                 if mine:
                     entry[key] = full_value
@@ -319,7 +320,7 @@ class MeshParams:
         """A context in which state is cut by :func:`cut_like`. Collective if any of it is a DTensor cut otherwise."""
         if any(travels(value, params[index]) for index, state in states.items() for value in state.values()):
             self.meet("load_state_dict()", lambda: None)
-        with peer_lost("another rank of the mesh, for which load_state_dict() waits,"):
+        with self.largest.collective("load_state_dict()"):
             yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from torch.distributed.tensor import Replicate
 import zero_opt
 from test.support.fsdp_models import backward, local_state, locals_of, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.errors import ConfigError, PeerSilent, RankMismatch
+from zero_opt.comm import process_identity
+from zero_opt.errors import ConfigError, PeerLost, PeerSilent, RankMismatch
+from zero_opt.optimizer.dtensors import mesh_params
 
 OFFLOADS = {"none": None, "worker": zero_opt.WorkerOffload()}
 CONSOLIDATE, CLIP, STEP = "consolidate_state_dict()", "clip_grad_norm_()", "step()"
@@ -117,6 +120,26 @@ def test_a_call_while_others_are_in_the_forward_is_named(call: str, offload: str
     words = rf"in \d+\.\d s, and every rank of the mesh must make that call: rank 0 waits in {re.escape(call)}"
     assert re.match(rf"rank 1 \(pid \d+\) has not come to {re.escape(call)} {words}", message), message
     assert "checks=Checks(timeout=...)" in message
+
+
+def _killed_as_state_travels(rank: int, world_size: int, near: bool) -> str:
+    if not near:
+        process_identity.host_if_known = lambda: f"host {rank}"  # type: ignore[attr-defined]
+    _, optimizer = _made(rank, world_size, None)
+    if rank == 1:
+        mesh_params.full_copy = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(PeerLost) as caught:
+        optimizer.consolidate_state_dict(0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_is_killed_as_state_travels_is_named(world_size: int, near: bool) -> None:
+    found = run_processes(world_size, _killed_as_state_travels, near, expect_errors=True)
+    ended = r"rank 1 \(pid \d+\) has ended" if near else "rank 1 has ended, or its host does not answer,"
+    for text in found[:1] + found[2:]:
+        assert re.match(f"{ended} while {re.escape(CONSOLIDATE)} waits for it", text), text
 
 
 def _interrupted(rank: int, world_size: int) -> str:
