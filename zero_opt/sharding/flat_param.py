@@ -256,8 +256,12 @@ class FlatParam:
         return self.shaped_if_whole(self.flat[span.start : span.stop])
 
     def flatten(self, value: Tensor) -> Tensor:
-        """Return ``value``, of the parameter's shape, as a 1-D run in storage order; a view if the strides allow it."""
-        if value.layout is torch.strided and value.stride() == self.strides:
+        """Return ``value``, of the parameter's shape, as a 1-D run in storage order; a view if the strides allow it.
+
+        Of a tensor that wraps others it is a plain copy.
+        """
+        plain = type(value) is Tensor or not is_wrapper(value)
+        if plain and value.layout is torch.strided and value.stride() == self.strides:
             return value.as_strided((value.numel(),), (1,), value.storage_offset())
         run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
         self.shaped(run).copy_(value)

@@ -159,12 +159,13 @@ def test_a_parameter_that_becomes_one_is_refused_on_every_rank() -> None:
     run_processes(2, _swapped)
 
 
-def _odd_gradients(rank: int, world_size: int, reduction: Any, wraps: bool) -> Tensor:
+def _odd_gradients(rank: int, world_size: int, options: dict[str, Any], wraps: bool) -> Tensor:
     params = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3, 2))]
-    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, reduction=reduction)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, **options)
     ones = _two(8)[3:] if wraps else torch.ones(5)
+    factor = 1 if isinstance(options["reduction"], zero_opt.AlreadyReduced) else 1 + rank
     for _ in range(2):
-        ((params[0].square() * ones).sum() * (1 + rank) + params[1].square().sum()).backward()
+        ((params[0].square() * ones).sum() * factor + params[1].square().sum()).backward()
         assert optimizer.clip_grad_norm_(1.0) > 1
         optimizer.step()
         optimizer.zero_grad()
@@ -172,9 +173,11 @@ def _odd_gradients(rank: int, world_size: int, reduction: Any, wraps: bool) -> T
     return torch.cat([param.detach().flatten() for param in params])
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradients_that_are_such_are_reduced_by_their_values(reduction: str) -> None:
-    wrapping, plain = (run_processes(2, _odd_gradients, REDUCTIONS[reduction], wraps) for wraps in (True, False))
+@pytest.mark.parametrize("offload", [None, *OFFLOADS])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS.values(), zero_opt.AlreadyReduced()], ids=repr)
+def test_gradients_that_are_such_are_taken_by_their_values(reduction: Any, offload: str | None) -> None:
+    options = {"reduction": reduction, "offload": offload and OFFLOADS[offload]}
+    wrapping, plain = (run_processes(2, _odd_gradients, options, wraps) for wraps in (True, False))
     assert_bitwise(wrapping, plain)
 
 
