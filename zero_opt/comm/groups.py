@@ -21,8 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, ConfigTypeError, OptimizerClosed, PeerLost, ProcessGroupError, quoted
+from ..errors import (
+    ConfigError,
+    ConfigTypeError,
+    OptimizerClosed,
+    PeerLost,
+    ProcessGroupError,
+    UnsupportedParam,
+    quoted,
+)
 from ..field_checks import plain_number, waited_for
+from ..kernels.checks import lacks_memory
 from ..policies import Checks
 from ..system.background_thread import SerialThread
 from ..system.devices import HOST, device_backends
@@ -86,7 +95,9 @@ def bytes_tensor(payload: bytes) -> Tensor:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the raw bytes of a contiguous CPU tensor, without numpy."""
+    """Return the raw bytes of a contiguous CPU tensor, without numpy; raise UnsupportedParam if it has no memory."""
+    if lacks_memory(tensor):  # ctypes would read elsewhere
+        raise UnsupportedParam(f"a {type(tensor).__name__} has no memory of its own, so its bytes cannot be read")
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 

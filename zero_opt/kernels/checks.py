@@ -111,7 +111,7 @@ def check_tensor(
         raise UnsupportedParam(f"{what} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if shape is not None and tensor.shape != shape:
         raise ConfigError(f"{what} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    if tensor.numel() and not tensor.data_ptr():
+    if lacks_memory(tensor):
         raise UnsupportedParam(f"{what} has no memory of its own ({type(tensor).__name__}); pass the local tensor")
     check_reach(what, tensor)
     if tensor.numel() and overlaps(tensor.shape, tensor.stride()):
@@ -135,9 +135,17 @@ def reaches_beyond(tensor: Tensor) -> bool:
     return tensor.storage_offset() * tensor.itemsize + reach > tensor.untyped_storage().nbytes()
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Return whether a strided tensor has elements, but none in memory of its own, as a wrapper of other tensors has.
+
+    Nothing may be read or written at its address, which is what a view of it begins at: a few bytes from 0.
+    """
+    return tensor.numel() > 0 and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Return whether all elements of a strided tensor lie in memory of its own."""
-    return not tensor.numel() or bool(tensor.data_ptr() and not reaches_beyond(tensor))
+    return not lacks_memory(tensor) and not reaches_beyond(tensor)
 
 
 @functools.cache
@@ -238,7 +246,8 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
 
 def shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the positions of two tensors that have an element in common, if any have."""
-    places = {at: (str(tensor.device), tensor.data_ptr()) for at, tensor in enumerate(tensors) if tensor.numel()}
+    lying = [at for at, tensor in enumerate(tensors) if tensor.numel() and not lacks_memory(tensor)]
+    places = {at: (str(tensors[at].device), tensors[at].data_ptr()) for at in lying}
     in_memory = sorted(places, key=places.__getitem__)
     for number, at in enumerate(in_memory):
         device, start = places[at]

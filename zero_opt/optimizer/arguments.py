@@ -22,7 +22,14 @@ from ..errors import (
     quoted,
 )
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
-from ..sharding.flat_param import check_grad_dtype, check_memory, check_params_apart, check_trainable
+from ..sharding.flat_param import (
+    check_grad_dtype,
+    check_memory,
+    check_params_apart,
+    check_trainable,
+    is_dtensor,
+    is_wrapper,
+)
 from ..sharding.param_groups import hypers_of, params_of, set_hypers
 from ..sharding.wrapped_class import needs_closure
 from ..system.inference_mode import versions_of
@@ -211,7 +218,11 @@ def _on_meta(entry: Any, params: list[Tensor]) -> Any:
                 f"a parameter of shape {tuple(entry.shape)} is quantized ({entry.dtype}), and cannot be trained; leave "
                 "it out of the parameters"
             )
-        param = torch.nn.Parameter(entry.detach().to("meta", copy=True), requires_grad=entry.requires_grad)
+        if is_wrapper(entry) and not is_dtensor(entry):  # whose own operations may not know the meta device
+            values = torch.empty_strided(entry.shape, entry.stride(), dtype=entry.dtype, device="meta")
+        else:
+            values = entry.detach().to("meta", copy=True)
+        param = torch.nn.Parameter(values, requires_grad=entry.requires_grad)
         vars(param).update(vars(entry))
         params.append(param)
         return param
@@ -262,7 +273,7 @@ def checked_groups(
                 f"{describe(index)} is {param.dtype}, and reduce_dtype={reduce_dtype} would drop the imaginary part of "
                 "its gradient; leave reduce_dtype and accumulate_dtype None"
             )
-        check_memory(param, describe(index))
+        check_memory(param, describe(index), needed=param.requires_grad)
         if param.requires_grad:
             check_trainable(param, describe(index))
         check_grad_dtype(param, describe(index))

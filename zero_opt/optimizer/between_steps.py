@@ -197,7 +197,7 @@ class BetweenSteps(Engine):
                         taken = completed_group(config.optimizer_class, user, config.defaults, taken)
                         torch.optim.Optimizer.add_param_group(user, taken)
                         template_of(config.optimizer_class, user.param_groups[known:], config.defaults, known)
-                    config.check_params(user.param_groups, self._describe)
+                    config.check_params(user.param_groups, self._describe, known)
                 self.add_groups()
         except BaseException:
             if known is not None:

@@ -99,13 +99,21 @@ class Config:
         stepped, _ = self.placement.stepped_as(bucket.params[0].param)
         return stepped.itemsize > bucket.shard_dtype.itemsize
 
-    def check_params(self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this."""
+    def check_params(
+        self, param_groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str], first: int = 0
+    ) -> None:
+        """Raise UnsupportedParam or ConfigError, naming it, for a parameter that cannot be sharded like this.
+
+        Args:
+            first: the first group that is new. The model may have no parameters of earlier ones any more.
+        """
         checked_groups(param_groups, describe, self.precision.reduce_dtype or self.precision.accumulate_dtype)
         self.placement.check(param_groups, describe)
         model = self.reduction.overlap_param_gather
         if model is not None:
-            check_held(model, (param for group in param_groups for param in group["params"]), describe)
+            known = sum(len(group["params"]) for group in param_groups[:first])
+            added = [param for group in param_groups[first:] for param in group["params"]]
+            check_held(model, added, lambda at: describe(known + at))
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         """Return what ranks compare of the configuration, as (name, JSON value)."""

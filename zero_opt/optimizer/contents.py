@@ -15,6 +15,7 @@ from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
 from ..field_checks import plain_number
 from ..kernels.strides import is_dense, joined_bytes
+from ..sharding.flat_param import check_memory, is_wrapper
 from ..sharding.param_groups import hypers_of
 from ..state.usual_states import UsualStates, values_by_name
 from ..system.unedited_hypers import UneditedHypers
@@ -162,11 +163,19 @@ def contents(
             yield f"{label} dtype", str(param.dtype)
             yield f"{label} device type", param.device.type
             yield f"{label} requires_grad", param.requires_grad
-            if values:
+            wraps = is_wrapper(param)
+            yield f"{label} has memory of its own", not wraps
+            if values and not wraps:
                 yield from value_contents([(label, param)])
             index += 1
 
 
 def value_contents(params: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Any]]:
-    """Return a digest of each labeled parameter's values."""
-    return ((f"{label} values", value_digest(param)) for label, param in params)
+    """Return a digest of each labeled parameter's values.
+
+    Raises:
+        UnsupportedParam: one has no memory of its own.
+    """
+    for label, param in params:
+        check_memory(param, label)
+        yield f"{label} values", value_digest(param)

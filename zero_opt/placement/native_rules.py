@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam, quoted
 from ..kernels.adam_state import HALVES, MAXIMUM
-from ..kernels.checks import is_number_of_steps, oddity
+from ..kernels.checks import is_number_of_steps, lacks_memory, oddity
 from ..kernels.functions import ADAM
 from ..kernels.native_optimizer import torch_class_of
 from ..kernels.table import NATIVE_CLASSES, UPDATES
@@ -158,7 +158,7 @@ def require_fitting(
         else:
             part = f" or, of this rank's part alone, {tuple(shape)}" if shape != flat.shape else ""
             wanted = f"a floating-point tensor of shape {tuple(flat.shape)}{part}"
-            dense = is_tensor and value.layout is torch.strided and not value.is_meta
+            dense = is_tensor and value.layout is torch.strided and not value.is_meta and not lacks_memory(value)
             fits = dense and value.is_floating_point() and value.shape in (shape, flat.shape)
         if not fits:
             odd = oddity(value) if is_tensor else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import StateDictError
 from ..kernels.adam_state import BESIDE, HALVES, span_of
+from ..kernels.checks import lacks_memory
 from ..kernels.updates import NativeUpdate, given_arrays
 from ..policies import AdamState
 from ..sharding.buckets import GradBucket
@@ -151,7 +152,7 @@ class StateShard(MasterShard):
         arrays = {value.untyped_storage().data_ptr() for value in own.values() if isinstance(value, Tensor)}
 
         def is_apart(key: str, value: Any) -> bool:
-            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or lacks_memory(value):
                 return True
             return value.untyped_storage().data_ptr() not in arrays or memory_of([value]) == memory_of([own.get(key)])
 

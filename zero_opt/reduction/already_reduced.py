@@ -15,6 +15,7 @@ from ..kernels import copy_
 from ..kernels.strides import resolved
 from ..layout import ParamSlice, indices_of
 from ..sharding.buckets import GradBucket
+from ..sharding.flat_param import is_wrapper
 from .consumed_grad import consumed_conflict
 from .grad_norm import scale_
 from .grad_samples import GradComparison
@@ -121,6 +122,8 @@ class AlreadyReducedGrads(GradReduction):
             return None
         own = flat.param.grad.detach()
         grad = resolved(own)
+        if type(grad) is not Tensor and is_wrapper(grad):
+            grad = flat.shaped(flat.flatten(grad))
         if grad is not own:
             self._copies.append(grad)
         if grad.is_sparse or (piece.in_param.numel == grad.numel() and grad.stride() == flat.strides):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import is_
+from operator import is_, is_not
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,7 +41,7 @@ from ..comm.exchange import (
 )
 from ..comm.pieces import count_pieces, lane_of
 from ..errors import StateOffloaded
-from ..kernels.checks import oddity
+from ..kernels.checks import lacks_memory, oddity
 from ..kernels.strides import dtype_of
 from ..layout import BucketLayout
 from ..system.devices import build_streams, has_streams
@@ -319,13 +319,19 @@ class GradBucket:
         pool: StagingPool,
         lane: int,
     ) -> list[Run]:
-        """The gradients as they lie in memory; those with another dtype, order or sign there are copied to a buffer."""
+        """The gradients as they lie in memory; those with another dtype, order or sign there are copied to a buffer.
+
+        So are those that wrap other tensors, and have no memory to read.
+        """
         add = {position: flag for (position, _), flag in zip(self._own, accumulate, strict=True)}
         if staged is not None:
             return [Run(0, self.layout.numel, staged, any(accumulate))]
         offsets, numels, taken = self.layout.offsets, self.layout.numels, [*grads]
         for position, (grad, flat) in () if self._as_sent(grads) else enumerate(zip(grads, self.params, strict=True)):
-            if grad is not None and (grad.dtype is not self.dtype or grad.stride() != flat.strides or grad.is_neg()):
+            if grad is None:
+                continue
+            differs = grad.dtype is not self.dtype or grad.stride() != flat.strides or grad.is_neg()
+            if differs or lacks_memory(grad):
                 staging = pool.buffer(of_lane(_ODD_GRADS, lane), self.layout.numel, self.dtype, self.device)
                 values = staging[offsets[position] : offsets[position] + numels[position]]
                 flat.shaped(values).copy_(grad)
@@ -336,9 +342,13 @@ class GradBucket:
         return list(map(Run._make, zip(offsets, numels, taken, adds)))
 
     def _as_sent(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients are there, in the dtype and the order of elements that they are sent in."""
+        """Return whether all gradients are plain and there, in the dtype and the order of elements they are sent in."""
         there = [grad for grad in grads if grad is not None]
-        if len(there) < len(grads) or any(map(Tensor.is_neg, there)):
+        if (
+            len(there) < len(grads)
+            or any(map(Tensor.is_neg, there))
+            or any(map(is_not, map(type, there), repeat(Tensor)))
+        ):
             return False
         _, layouts = placing_of(there)
         if layouts == self._sent_layouts:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..errors import UnsupportedParam
-from ..kernels.checks import reaches_beyond, shared_pair
+from ..kernels.checks import lacks_memory, reaches_beyond, shared_pair
 from ..kernels.strides import contiguous_strides, is_dense, overlaps, run_of
 from ..layout import ParamSpec, Span
 from ..system.inference_mode import versions_of
@@ -34,11 +35,23 @@ os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release,
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
-def check_memory(param: Tensor, label: str) -> None:
-    """Raise UnsupportedParam, naming the parameter, unless it is strided, and its elements are there and lie apart."""
+def check_memory(param: Tensor, label: str, *, needed: bool = True) -> None:
+    """Raise UnsupportedParam, naming the parameter, unless it is strided, and its elements are there and lie apart.
+
+    Args:
+        needed: whether its memory is read. Else the parameter may be a wrapper without memory of its own.
+    """
     if param.is_nested or param.layout is not torch.strided:
         kind = "a nested tensor" if param.is_nested else param.layout
         raise UnsupportedParam(f"{label} is {kind}; only dense parameters can be sharded")
+    if is_wrapper(param):
+        if needed:
+            kind = type(_held_here(param)).__name__
+            raise UnsupportedParam(
+                f"{label} is a {kind} without memory of its own, which can be neither sharded nor offloaded; freeze it "
+                "(requires_grad=False), or give it an optimizer of torch's"
+            )
+        return
     if param.numel() and overlaps(param.shape, param.stride()):
         raise UnsupportedParam(
             f"{label} has elements that share memory (shape {tuple(param.shape)}, strides {param.stride()}); pass one "
@@ -51,18 +64,30 @@ def check_memory(param: Tensor, label: str) -> None:
         )
 
 
+def is_wrapper(param: Tensor) -> bool:
+    """Return whether a strided tensor, or the part of a DTensor that is here, wraps others, which have its values."""
+    part = _held_here(param)
+    if part.layout is not torch.strided or part.is_meta or isinstance(part, FakeTensor):
+        return False
+    return lacks_memory(part) and not reaches_beyond(part)
+
+
+def _held_here(param: Tensor) -> Tensor:
+    """Return what is here of a DTensor; any other tensor itself."""
+    part: Tensor = getattr(param, "_local_tensor", param)
+    return part
+
+
 def check_params_apart(params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
     """Raise UnsupportedParam, naming both, if two parameters have an element in common.
 
     Args:
         describe: names a parameter, given its position.
     """
-    # The part of a DTensor that is here is a tensor of its own.
-    plain = [index for index, param in enumerate(params) if not is_dtensor(param)]
-    pair = shared_pair([params[index] for index in plain])
+    pair = shared_pair(params)
     if pair is None:
         return
-    first, second = sorted(plain[at] for at in pair)
+    first, second = sorted(pair)
     if params[first] is params[second]:
         raise UnsupportedParam(f"{describe(first)} and {describe(second)} are the same tensor; pass it once")
     raise UnsupportedParam(
@@ -231,8 +256,12 @@ class FlatParam:
         return self.shaped_if_whole(self.flat[span.start : span.stop])
 
     def flatten(self, value: Tensor) -> Tensor:
-        """Return ``value``, of the parameter's shape, as a 1-D run in storage order; a view if the strides allow it."""
-        if value.layout is torch.strided and value.stride() == self.strides:
+        """Return ``value``, of the parameter's shape, as a 1-D run in storage order; a view if the strides allow it.
+
+        Of a tensor that wraps others it is a plain copy.
+        """
+        plain = type(value) is Tensor or not is_wrapper(value)
+        if plain and value.layout is torch.strided and value.stride() == self.strides:
             return value.as_strided((value.numel(),), (1,), value.storage_offset())
         run = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
         self.shaped(run).copy_(value)

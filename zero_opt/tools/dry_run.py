@@ -70,7 +70,7 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
         raise UnsupportedParam(
             f"{label} is a DTensor; of an FSDP2 model estimate what one rank has: zero_opt.estimate(numel // ranks, 1)"
         )
-    check_memory(param, label)
+    check_memory(param, label, needed=param.requires_grad)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return Sketch(FlatParam(like, label), group, device, param.requires_grad)
 

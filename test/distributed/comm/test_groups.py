@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from test.support.harness import run_processes, run_threads
+from test.support.wrapper_tensor import wrapped
 from zero_opt.comm.connecting import made_by_all
 from zero_opt.comm.groups import Group, connect, tensor_bytes
+from zero_opt.errors import UnsupportedParam
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -28,6 +30,12 @@ def test_bytes_of_a_tensor(dtype: torch.dtype) -> None:
     assert tensor_bytes(values) == bytes(values.view(torch.uint8).tolist())
     assert tensor_bytes(values[1:]) == bytes(values.view(torch.uint8).tolist())[dtype.itemsize :]
     assert tensor_bytes(torch.zeros(0)) == b""
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_tensor_that_wraps_others_has_no_bytes_to_read(offset: int) -> None:
+    with pytest.raises(UnsupportedParam, match="a WrapperTensor has no memory of its own"):
+        tensor_bytes(wrapped(5, offset=offset))
 
 
 def _group(rank: int, world_size: int) -> list[object]:

@@ -19,6 +19,7 @@ from torch.masked import masked_tensor
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes, run_threads
 from test.support.scenario import values
+from test.support.wrapper_tensor import wrapped
 
 SHAPES = ((40, 6), (40,), (3, 40))
 
@@ -174,6 +175,8 @@ def _unusable() -> Iterator[tuple[Any, Any]]:
         yield key, ones.to(device="meta")
         yield key, nn.UninitializedParameter()
         yield key, _without_memory()
+        yield key, wrapped(*SHAPES[0])
+        yield key, wrapped(*SHAPES[0], offset=1)
     yield from (("exp_avg", value) for value in (ones.to(torch.complex64), ones.bool(), torch.ones(1), 3.0, "x"))
     yield from (("max_exp_avg_sq", value) for value in (ones.int(), torch.ones(1), 3.0, "x"))
     yield from ((key, 1.0) for key in (("a", 1), b"x", frozenset([1])))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
@@ -37,6 +38,10 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "no values": (
         lambda state: state.update(exp_avg=torch.empty_like(state["exp_avg"], device="meta")),
+        "'exp_avg' must be a floating-point tensor",
+    ),
+    "no memory": (
+        lambda state: state.update(exp_avg=TwoTensor(*[torch.zeros_like(state["exp_avg"])] * 2)),
         "'exp_avg' must be a floating-point tensor",
     ),
     "a key too many": (lambda state: state.update(mine=torch.ones(3)), "has 'mine', which has no place"),

@@ -40,6 +40,34 @@ class Model(nn.Module):
         return self.head(x + self.body(x))  # type: ignore[no-any-return]
 
 
+def _swap_head(rank: int, world_size: int, background: bool) -> list[Tensor]:
+    """The old head stays in its group, as torch allows."""
+    torch.manual_seed(0)
+    model, heads = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), [nn.Linear(8, 5), nn.Linear(8, 2)]
+    policy = zero_opt.Overlapped(overlap_param_gather=model if background else None)
+    opt = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, reduction=policy)
+    params = list(model.parameters())
+    for number, head in enumerate((model[1], *heads)):
+        if number:
+            model[1] = head
+            opt.add_param_group({"params": head.parameters()})
+            params += head.parameters()
+        for _ in range(2):
+            model(torch.ones(2, 4) * (1 + rank)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    if background:
+        with pytest.raises(zero_opt.ConfigError, match=r"parameter 8 .* is not in the given model"):
+            opt.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    opt.flush()
+    opt.close()
+    return [param.detach() for param in params]
+
+
+def test_a_module_may_be_replaced_and_the_new_ones_parameters_added() -> None:
+    assert_bitwise(run_processes(2, _swap_head, True), run_processes(2, _swap_head, False))
+
+
 def train(rank: int, policy_of: Any, background: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     model = Model()

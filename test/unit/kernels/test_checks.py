@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import zero_opt
+from test.support.wrapper_tensor import wrapped
 from zero_opt import AdamState, CPUAdam, CPUAdamW
-from zero_opt.errors import ConfigError, ConfigTypeError
+from zero_opt.errors import ConfigError, ConfigTypeError, UnsupportedParam
 from zero_opt.kernels import AdamHypers, AdamUpdate, adam_update_, grad_squares
-from zero_opt.kernels.checks import check_apart, require_number
+from zero_opt.kernels.checks import check_apart, check_tensor, has_memory, oddity, require_number, shared_pair
 
 HYPERS = AdamHypers(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0, decoupled=True)
 COMPACT = [AdamState("bfloat16"), AdamState("block8"), AdamState("bfloat16", "split")]
@@ -387,6 +388,19 @@ def test_every_error_is_ours_and_of_a_builtin_type(misuse: str) -> None:
         call()
     assert isinstance(caught.value, builtin)
     assert isinstance(caught.value, zero_opt.ZeroOptError)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_wrapper_has_no_memory_wherever_it_begins(offset: int) -> None:
+    """The address of a view of one is not 0."""
+    value = wrapped(2, 3, offset=offset)
+    assert not has_memory(value)
+    assert oddity(value) == "a WrapperTensor without memory of its own"
+    with pytest.raises(UnsupportedParam, match=r"it has no memory of its own \(WrapperTensor\)"):
+        check_tensor("it", value)
+    assert shared_pair([value, wrapped(2, 3, offset=offset)]) is None
+    assert has_memory(torch.ones(5)[offset:])
+    assert has_memory(torch.ones(5)[5:])
 
 
 @pytest.mark.parametrize("value", ["0.1", None, 1j, [0.1], torch.ones(2)])

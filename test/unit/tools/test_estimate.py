@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zero_opt
+from test.support.wrapper_tensor import wrapped
 from zero_opt import ConfigConflict, ConfigError, ConfigTypeError, UnsupportedOptimizer, UnsupportedParam, estimate
 from zero_opt.placement.in_process.host_offload import HostUnits, InHost
 from zero_opt.placement.in_process.units import Mastered, Unit
@@ -88,6 +90,15 @@ def test_frozen_parameters_are_there_but_have_neither_gradients_nor_state() -> N
     assert part.nbytes("state") == estimate(model[1], 2).nbytes("state") < whole.nbytes("state")
     model.requires_grad_(False)
     assert estimate(model, 2).nbytes("state") == estimate(model, 1).nbytes("state") == 0
+
+
+def test_a_frozen_parameter_may_wrap_others_and_those_of_a_fake_mode_may_train() -> None:
+    frozen, plain = nn.Parameter(wrapped(2, 3), requires_grad=False), nn.Linear(3, 3)
+    shaped = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    assert estimate([frozen, *plain.parameters()], 2).rows == estimate([shaped, *plain.parameters()], 2).rows
+    with FakeTensorMode():
+        fake = nn.Linear(3, 3)
+    assert estimate(fake, 2).rows == estimate(plain, 2).rows
 
 
 def test_compact_state_of_the_native_class_alone() -> None:
@@ -270,6 +281,7 @@ def test_classes_of_others() -> None:
         ),
         (([torch.zeros(3).expand(2, 3)], 2), {}, UnsupportedParam, "share memory"),
         ((nn.LazyLinear(3), 2), {}, UnsupportedParam, "initialized"),
+        (([nn.Parameter(wrapped(2, 3))], 2), {}, UnsupportedParam, "parameter 0 is a WrapperTensor without memory"),
     ],
 )
 def test_nonsense(arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str) -> None:
