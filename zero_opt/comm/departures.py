@@ -249,11 +249,14 @@ class Departures:
             return self.lost() or next(missing, None)
 
     def first_gone(self) -> Departure | None:
-        """Return the departure to name where state is waited for: as :meth:`first`, of ranks that do not serve it."""
+        """Return the departure to name where state is waited for: as :meth:`first`, of ranks that do not serve it.
+
+        Those that had left training, and are gone since, come last: they may have ended because of another.
+        """
         with self._lock:
             order = (How.LOST, How.CUT_OFF, How.FAILED)
-            gone = [other for other in self if other.how in order]
-            return min(gone, key=lambda other: order.index(other.how), default=None)
+            gone = [other for other in self._heard.values() if other.how in order]
+            return min(gone, key=lambda other: order.index(other.how), default=next(iter(self._gone.values()), None))
 
     def forget(self) -> None:
         """Drop references to connections, once this rank has left."""

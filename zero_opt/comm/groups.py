@@ -1,7 +1,6 @@
 """Process groups of our own, and their collectives, chosen per backend and torch version.
 
-Methods of the process group object are called rather than the functions of ``torch.distributed``: they work from any
-thread, and their names have not been deprecated between torch 2.11 and 2.14.
+Methods of the process group are called, which work from any thread and keep their names from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

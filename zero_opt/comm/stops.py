@@ -49,7 +49,7 @@ class Stops:
         if now - self._begun > self._watch.mark_after_s:
             self._watch.posted.read(now - self._begun)
         if self._waiting and (lost := self._watch.departures.lost_to(self._only)) is not None:
-            raise self._watch._leave_departed(lost, waiting=self._waiting)
+            raise self._watch._leave_departed(self._watch.departures.first_gone() or lost, waiting=self._waiting)
         if not self._waiting and (silence := self._watch.silence("", now - self._begun)) is not None:
             raise silence
         ended = self._watch.ended(self._waiting)

@@ -211,9 +211,9 @@ def explained(watch: Watch, words: str, patience_s: float | None = None) -> Peer
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
 
 
-def broken(watch: Watch, words: str, patience_s: float | None = None) -> PeerLost:
-    """Return the error about connections that have broken; the arguments are as for :func:`explained`."""
-    return explained(watch, words, patience_s) or PeerLost(
+def broken(words: str) -> PeerLost:
+    """Return the error about connections that have broken, given the backend's words, where no rank is lost."""
+    return PeerLost(
         f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to=rank) on "
         "every rank before opt.state_dict(), or restart all ranks from a checkpoint"
     )

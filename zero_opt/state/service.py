@@ -82,6 +82,7 @@ from .messages import (
     answer_tag,
     broken,
     departed,
+    explained,
     require_not_lost,
     words_of,
 )
@@ -105,8 +106,8 @@ class StateService:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._left, self._right = ((side.rank + away) % side.world_size for away in (-1, 1))
-        self._others = [rank for rank in range(side.world_size) if rank != side.rank]
+        self._others = [(side.rank + away) % side.world_size for away in range(1, side.world_size)]  # round the ring
+        self._right, self._left = self._others[0], self._others[-1]
         self._open = set(self._others)
         self._closed, self._in_order, self._told = Future[None](), False, False
         self._lost: Exception | None = None
@@ -262,10 +263,7 @@ class StateService:
 
     @contextlib.contextmanager
     def _broken_if_left(self) -> Iterator[None]:
-        """Break the connections if an exception ends the context: another rank waits for what comes in it.
-
-        After the loss of one, the ring tells why it has broken, and breaks the others; see [Note: the ring].
-        """
+        """Break the connections if an exception ends the context, unless they are lost, of which the ring tells."""
         try:
             yield
         except BaseException as error:
@@ -370,7 +368,11 @@ class StateService:
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
-                raise broken(self._watch, backend_words(error)) from error
+                known = explained(self._watch, words := backend_words(error))
+                if known is None and not self._told:
+                    self._departures.lost_one = True
+                    raise
+                raise known or broken(words) from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -398,7 +400,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise broken(self._watch, backend_words(self._lost), 0.0)
+            raise explained(self._watch, words := backend_words(self._lost), 0.0) or broken(words)
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
@@ -409,10 +411,7 @@ class StateService:
         if pull.left.done():  # before it began
             return []
         self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
-        after = [(self._side.rank + away) % self._side.world_size for away in range(1, self._side.world_size)]
-        listings = {
-            rank: self._answer_of(rank, pull) for rank in after
-        }  # as the ring goes: the first late one holds it
+        listings = {rank: self._answer_of(rank, pull) for rank in self._others}  # the first late one holds the question
         return [listings.get(rank) for rank in range(self._side.world_size)]
 
     def _answer_of(self, rank: int, pull: Pull) -> bytes:
@@ -435,7 +434,7 @@ class StateService:
 
     def _fetch_all(self, pull: Pull, targets: dict[int, list[Places]]) -> None:
         """Fill these places with all ranks' elements, unless the caller has left."""
-        for rank in self._others:
+        for rank in sorted(self._others):  # see [Note: the end]
             pull.waiting.remove(rank)  # KeyError: the caller has left, and does not see it
             self._fetch(rank, targets[rank], pull)
 

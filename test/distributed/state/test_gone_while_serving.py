@@ -17,6 +17,7 @@ from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import process_identity
+from zero_opt.comm.departures import How
 from zero_opt.system.waiting import until
 
 
@@ -127,3 +128,29 @@ def test_a_rank_that_is_killed_while_it_sends_its_state_is_named_by_all() -> Non
     found = run_processes(3, _killed_while_it_sends, expect_errors=True)
     for said in [*found[0], *found[1]]:
         assert said.startswith("rank 2 has ended, or its host does not answer, while "), found
+
+
+def _fails_beside_one_that_has_closed(rank: int, world_size: int, folder: str) -> str:
+    """What rank 0 is told, once rank 2 has ended with an exception, and rank 1, which has closed, because of that."""
+    _, optimizer = make_stepped(2)
+    ended = Path(folder) / "ended"
+    dist.barrier()
+    if rank == 2:
+        optimizer._engine._groups.service.abandon(How.FAILED)  # type: ignore[union-attr]
+        assert until(ended.exists, PATIENCE_S)
+        return ""
+    departures = optimizer._engine._groups.control.watch.departures  # type: ignore[union-attr]
+    assert until(lambda: departures.knows(2), PATIENCE_S)
+    if rank == 1:
+        optimizer.close()
+        os._exit(0)
+    assert until(lambda: departures.knows(1) and optimizer._engine._groups.control.watch.ended("it asks"), PATIENCE_S)
+    with pytest.raises(zero_opt.PeerLost) as caught:
+        optimizer.state_dict()
+    ended.touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_failed_is_named_and_not_one_that_has_closed_and_ended_since(tmp_path: Path) -> None:
+    said = run_processes(3, _fails_beside_one_that_has_closed, str(tmp_path), expect_errors=True)[0]
+    assert re.match(r"rank 2 has ended its program with an exception", said), said
