@@ -280,8 +280,7 @@ class Posted:
 
     def post(self, departure: Departure) -> None:
         """Say that a rank has left, unless the store already has a departure."""
-        ends = departure.how is How.INTERRUPTED or self._ends_training(departure.rank)
-        if not self._ring or (ends and not self._over):
+        if not self._ring or (self._ends_training(departure.rank) and not self._over):
             self._over = self._ring
             self._ask(lambda: self._store.compare_set("departed", "", json.dumps([self._rank, *departure])))
 

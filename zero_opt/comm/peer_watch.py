@@ -170,9 +170,9 @@ class Watch:
         self._says_awaits = False
         try:
             yield
-        finally:
-            if self._says_awaits:
+            if self._says_awaits:  # else others may still be about to read whom this rank has waited for
                 self.mark()
+        finally:
             self._says_awaits = None
 
     def say_awaiting(self, waited: float) -> None:

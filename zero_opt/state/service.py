@@ -474,7 +474,8 @@ class StateService:
             steps = self._guard.completed
             self._guard.finish()
             self._freeze()
-            self._departures.say(Departure(self._side.rank, how, steps, self._departures.calls))
+            say = self._tell if self._departures.failed else self._departures.say  # the store may be lost, too
+            say(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
             self._jobs.put((lambda: None) if self._open else self._end_ring)
         if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
