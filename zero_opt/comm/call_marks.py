@@ -3,7 +3,7 @@
 [Note: who has not come]
 A backend's collective does not say whom it waits for. So a rank that has waited a second records in the store that
 the process group was made with how many such calls it has entered; those that have not recorded as many are the ones
-that are missing. One that waits a second for a message records a half more meanwhile: it keeps no other one waiting.
+that are missing. One that waits a second for a message adds a half to its mark meanwhile: it keeps no other waiting.
 The first rank to ask reads that for all. Nothing is written, nor read, within that second. Of a rank in this host the
 kernel knows whether it is stopped or has ended, also where a fork of it keeps its connections open.
 """

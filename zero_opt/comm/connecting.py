@@ -16,7 +16,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -201,11 +201,9 @@ class Connecting(Meeting):
 
     def wait_until_heard(self) -> None:
         """Wait a little until all ranks leave because of an error: the end of this one may be that of the store."""
-        ask = StoreCalls()
-        with suppress(*STORE_ERRORS):
+        with closing(StoreCalls()) as ask, suppress(*STORE_ERRORS):
             ask(self._place.add, _HEARD, 1)
             until(lambda: ask(self._place.add, _HEARD, 0) == self._world_size, _FOUND_S)
-        ask.close()
 
     def meet(self, purpose: str = "made", look: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have made their groups, or what else has a purpose.

@@ -167,6 +167,9 @@ class Watch:
     @contextlib.contextmanager
     def awaiting_message(self) -> Iterator[None]:
         """A context of a wait for messages, in which this rank keeps no other one waiting; see :meth:`missing`."""
+        if self._says_awaits is not None:  # another thread's wait says so
+            yield
+            return
         self._says_awaits = False
         try:
             yield

@@ -49,7 +49,7 @@ def check_memory(param: Tensor, label: str, *, needed: bool = True) -> None:
             kind = type(_held_here(param)).__name__
             raise UnsupportedParam(
                 f"{label} is a {kind} without memory of its own, which can be neither sharded nor offloaded; freeze it "
-                "(requires_grad=False), or give it an optimizer of torch's"
+                "(requires_grad=False) before the optimizer is made, or give it an optimizer of torch's"
             )
         return
     if param.numel() and overlaps(param.shape, param.stride()):

@@ -177,8 +177,9 @@ class Awaited:
 
     def message_of(self, rank: int, patience_s: float) -> None:
         """Note that the next message must come from this rank, within so many seconds."""
-        self._rank, self._patience_s = rank, patience_s
+        self._patience_s = patience_s
         self._renew()
+        self._rank = rank
 
     def arrives(self, arrived: Callable[[], None]) -> None:
         """Take in a part of the message, by ``arrived``; the next one must come within as many seconds."""
@@ -211,8 +212,14 @@ def explained(watch: Watch, words: str, patience_s: float | None = None) -> Peer
     return watch.explain(words, patience_s=patience_s, waiting=f"state_dict() before {watch.where} waits for it")
 
 
-def broken(words: str) -> PeerLost:
+def broken(watch: Watch, words: str) -> PeerLost:
     """Return the error about connections that have broken, given the backend's words, where no rank is lost."""
+    left = next((other for other in watch.departures if other.how.serves), None)
+    if left is not None:
+        return PeerLost(
+            f"{left.text(watch.name([left.rank]), '')}. It gives its state to others no more ({words}): call "
+            "opt.state_dict() before any rank closes, or restart all ranks from a checkpoint"
+        )
     return PeerLost(
         f"the ranks' connections for state_dict() have broken ({words}): call opt.consolidate_state_dict(to=rank) on "
         "every rank before opt.state_dict(), or restart all ranks from a checkpoint"
@@ -231,7 +238,8 @@ def unanswered(watch: Watch, rank: int, seconds: float) -> PeerLost:
 def require_not_lost(watch: Watch) -> None:
     """Raise PeerLost if a rank is known to be lost or cut off: to connect to it would take minutes."""
     gone = watch.departures.first_gone()
-    known = explained(watch, "", 0.0) if gone is not None and gone.how in (How.LOST, How.CUT_OFF) else None
+    lost = gone is not None and (gone.how is not How.FAILED or watch.departures.lost_to(None) is not None)
+    known = explained(watch, "", 0.0) if lost else None
     if known is not None:
         raise known
 

@@ -98,8 +98,7 @@ class StateService:
     :meth:`pull` is called on any thread, :meth:`close` on the user's; what is below that, as the process ends.
 
     Args:
-        capture: returns this rank's state as it is at the moment.
-        watch: that of training, which knows of the ranks that have left.
+        capture: returns this rank's state as it is. watch: that of training, which knows of the ranks that have left.
     """
 
     def __init__(self, side: SideGroup, guard: StateGuard, capture: Callable[[], LocalState], watch: Watch) -> None:
@@ -114,8 +113,7 @@ class StateService:
         self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
         self._direct = DirectMessages(side, self._departures)
         self._beside, self._pulls, self._awaited = SerialThread("zero_opt state wait"), 0, Awaited()
-        # Sent without waiting, lest ranks wait for each other in a circle. Round the ring, each rank has at most three
-        # under way. What is unwanted has no receiver: listings for pulls that were stopped.
+        # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
         self._answering: set[threading.Thread] = set()
@@ -198,8 +196,11 @@ class StateService:
         self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
 
     def _end_ring(self) -> None:
-        """End this rank's wait for messages, as the last one that closes."""
+        """End this rank's wait for messages, as the last one that closes, once nobody asks or is answered."""
         self._wait_passed(_INTERRUPTION_S)
+        for thread in filter(threading.Thread.is_alive, self._answering.copy()):
+            thread.join(_INTERRUPTION_S)
+        self._asking.wait(_INTERRUPTION_S)
         self._side.disconnect()
 
     def _wait_passed(self, seconds: float) -> None:
@@ -216,8 +217,8 @@ class StateService:
 
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        over = self._told or (self._closed.done() and not self._open)
-        over |= closed_by_timeout(backend_words(self._lost))  # by this rank itself
+        by_itself = closed_by_timeout(backend_words(self._lost))
+        over = self._told or by_itself or (self._closed.done() and not self._open)
         if not over and self._departures.serves(self._left):
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self._pass_on, doubt)
@@ -372,7 +373,7 @@ class StateService:
                 if known is None and not self._told:
                     self._departures.lost_one = True
                     raise
-                raise known or broken(words) from error
+                raise known or broken(self._watch, words) from error
             return result.by_param()
 
     @contextlib.contextmanager
@@ -400,7 +401,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise explained(self._watch, words := backend_words(self._lost), 0.0) or broken(words)
+            raise explained(self._watch, words := backend_words(self._lost), 0.0) or broken(self._watch, words)
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
@@ -447,8 +448,7 @@ class StateService:
                 into, arrived = message_for(places)
                 window.add(self._side.receive_from(into, rank, tag), into, partial(self._awaited.arrives, arrived))
             window.drain()
-            nbytes = int(self._direct.receive(words_of(0), rank, tag))
-            error = json.loads(self._direct.receive_bytes(nbytes, rank, tag))
+            error = json.loads(self._direct.receive_bytes(int(self._direct.receive(words_of(0), rank, tag)), rank, tag))
         if error is not None:
             raise error_of_rank(rank, *error)
 

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -115,3 +117,33 @@ def _gives_up_and_ends(rank: int, world_size: int, folder: str) -> str:
 def test_a_rank_that_has_given_up_asking_and_ends_in_order_has_not_failed(tmp_path: Any) -> None:
     said = run_processes(2, _gives_up_and_ends, str(tmp_path))[0]
     assert re.match(r"PeerLost: rank 1 has ended its program after 2 steps", said), said
+
+
+def _closes_while_it_serves(rank: int, world_size: int, folder: str) -> Any:
+    """Rank 0 has closed, and still takes state of rank 1, on another thread, as that one closes last."""
+    _, optimizer = make_stepped(2)
+    service: Any = service_of(optimizer)
+    begun, fetch = os.path.join(folder, "begun"), service._fetch
+    dist.barrier()
+    if rank == 1:
+        assert until(lambda: os.path.exists(begun), PATIENCE_S)
+        optimizer.close()
+        assert until(lambda: not service._thread.is_alive(), PATIENCE_S)
+        return None
+
+    def fetch_late(*given: Any) -> None:
+        open(begun, "w").close()
+        assert until(lambda: 1 not in service._open, PATIENCE_S)
+        time.sleep(1.5)  # longer than messages have to arrive before connections are broken
+        fetch(*given)
+
+    service._fetch = fetch_late
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(optimizer.state_dict)
+        assert until(lambda: os.path.exists(begun), PATIENCE_S)
+        optimizer.close()
+        return len(state.result(PATIENCE_S)["state"])
+
+
+def test_the_last_rank_that_closes_ends_the_ring_once_nobody_takes_its_state(tmp_path: Any) -> None:
+    assert run_processes(2, _closes_while_it_serves, str(tmp_path))[0] > 0
