@@ -34,6 +34,8 @@ def _counts(rank: int, world_size: int, exchange: str) -> tuple[list[int], Any]:
         optimizer.step()
         optimizer.zero_grad()
     trained = _sockets()
+    # Rank 1 must not ask a rank that has yet to count.
+    torch.distributed.barrier()
     states = [optimizer.state_dict()] if rank == 1 else []
     optimizer.consolidate_state_dict(to=1)
     states += [optimizer.state_dict()] if rank == 1 else []
