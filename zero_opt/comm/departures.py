@@ -70,25 +70,28 @@ class Departure(NamedTuple):
         return self._replace(how=how, from_rank=from_rank)
 
     def text(self, name: str, waiting: str) -> str:
-        """Return what an error says about a rank that is not silent.
+        """Return what an error says about a rank that is not silent: what has become of it, and what to do.
 
         Args:
             name: the rank's name. waiting: what is said of a rank that has announced nothing.
         """
-        when = f"after {self.steps} step{'s' * (self.steps > 1)}" if self.steps else "before its first step"
         batches = "do all ranks have the same number of batches? (torch.distributed.algorithms.Join takes uneven ones)"
+        restart = "restart all ranks from the last checkpoint"
+        advice = {How.CLOSED: batches, How.ENDED: batches, How.LOST: restart, How.CUT_OFF: restart}
+        return f"{self.became(name, waiting)}; {advice.get(self.how, f'look at its log, and {restart}')}"
+
+    def became(self, name: str, waiting: str = "") -> str:
+        """Return what has become of a rank that is not silent; for the arguments see :meth:`text`."""
+        when = f"after {self.steps} step{'s' * (self.steps > 1)}" if self.steps else "before its first step"
         return {
-            How.CLOSED: f"{name} has closed this optimizer {when}; {batches}",
-            How.ENDED: f"{name} has ended its program {when}; {batches}",
-            How.FAILED: f"{name} has ended its program with an exception {when}; look at its log, and "
-            "restart all ranks from the last checkpoint",
-            How.LOST: f"{name} {waiting}; restart all ranks from the last checkpoint",
-            How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a "
-            "signal handler, has ended a call that all ranks make; look at its log, and restart all ranks from the "
-            "last checkpoint",
+            How.CLOSED: f"{name} has closed this optimizer {when}",
+            How.ENDED: f"{name} has ended its program {when}",
+            How.FAILED: f"{name} has ended its program with an exception {when}",
+            How.LOST: f"{name} {waiting}",
+            How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a signal "
+            "handler, has ended a call that all ranks make",
             How.CUT_OFF: f"{name} cannot reach each other any more: the network drops packets (all, where a link is "
-            "down; only large ones, where its MTU is too small), or one is stopped on its host; restart all ranks from "
-            "the last checkpoint",
+            "down; only large ones, where its MTU is too small), or one is stopped on its host",
         }[self.how]
 
 

@@ -55,8 +55,6 @@ _STOPPED = "Tt"
 _ANY_CALL = 1 << 62
 # A wait that was shorter is not worth saying: this rank heard from another one that it had given up.
 _SAID_S = 0.05
-# Seconds after which a wait for another rank is mentioned in the log.
-WARN_AFTER_S = 30.0
 # Calls in which this rank is in a step, and the one that all ranks have come to before there is a watch.
 _IN_STEPS, _MET = ("step()", "clip_grad_norm_()", "scaler.unscale_()"), "ShardedOptimizer()"
 
@@ -69,11 +67,10 @@ class Watch:
         name: names ranks in messages.
         awaited: the rank whose message an exchange has last waited for.
         posted: the departures in the store. timeout_option: what users write to bound a wait.
-        mark_after_s: seconds after which :meth:`mark` is due. warn_after_s: those after which a wait is mentioned in
-            the log. overdue: whether the backend is stuck in a wait.
+        mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
     """
 
-    timeout_option, warn_after_s = "checks=Checks(timeout=...)", WARN_AFTER_S
+    timeout_option = "checks=Checks(timeout=...)"
 
     def __init__(
         self, store: Any, rank: int, processes: Sequence[ProcessIdentity], timeouts: tuple[float, float]
@@ -352,12 +349,12 @@ class Watch:
         self.departures.notice(apart := Departure(rank, how, from_rank=self._rank))
         return self._leave_departed(apart, text)
 
-    def warn(self) -> None:
-        """Say, once per step, that an exchange waits long."""
+    def warn(self, after_s: float) -> None:
+        """Say, once per step, that an exchange has waited for so many seconds."""
         if self._warned != self.step:
             self._warned = self.step
             who = "another rank" if self.awaited is None else self.name([self.awaited])
-            log.warning("an exchange of step %d has waited %d s for %s", self.step, self.warn_after_s, who)
+            log.warning("an exchange of step %d has waited %d s for %s", self.step, after_s, who)
 
     def _leave(self, text: str) -> PeerSilent:
         """Leave training, and return the error: what this rank waited for may still come, and answer a later call."""

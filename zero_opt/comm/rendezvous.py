@@ -50,9 +50,9 @@ from .backend_errors import closed_by_timeout, first_line
 from .departures import How, rank_name
 from .keepalive import HostLimits
 from .meeting_places import CAME, COUNT, FAILED, Key, meeting_place, next_open, where_ranks_wait
-from .peer_watch import WARN_AFTER_S, Watch
+from .peer_watch import Watch
 from .process_identity import ProcessIdentity
-from .stops import Stops
+from .stops import WARN_AFTER_S, Stops
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
 from .store_keys import missing, values
 

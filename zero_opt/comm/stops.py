@@ -12,6 +12,8 @@ from .departures import How
 if TYPE_CHECKING:
     from .peer_watch import Watch
 
+# Seconds after which a wait for another rank is mentioned in the log.
+WARN_AFTER_S = 30.0
 # How often the processes of this host are looked at, if they are no more than so many; more of them, less often.
 LOOK_AGAIN_S, _LOOKED_AT = 0.5, 16
 # How long the announcement of a process that has ended may take, where another process holds its connections open.
@@ -32,8 +34,8 @@ class Stops:
     def attend(self) -> None:
         """Do as :meth:`look`, and mention in the log an exchange for which the main thread waits long."""
         waited, thread = time.monotonic() - self._begun, threading.current_thread()
-        if waited > self._watch.warn_after_s and thread is threading.main_thread():
-            self._watch.warn()
+        if waited > WARN_AFTER_S and thread is threading.main_thread():
+            self._watch.warn(WARN_AFTER_S)
         self._watch.say_awaiting(waited)
         departure = self._watch.departures.of(self._watch.awaited)  # see [Note: connecting on first use]
         if departure is not None and departure.how in (How.FAILED, How.INTERRUPTED):
@@ -80,10 +82,10 @@ class Wait(Stops):
         if not self._marked and self.waited > watch.mark_after_s:
             self._marked = True
             watch.mark()
-        if not self._warned and self.waited > watch.warn_after_s:
+        if not self._warned and self.waited > WARN_AFTER_S:
             self._warned = True
             missing = watch.missing()
             who, last = watch.name(missing) or "another rank", watch.last(missing)
             last += f": {watch.alone(missing)}; do all step several optimizers in one order?" if missing else ""
-            log.warning("%s has waited %d s for %s; %s", watch.where, watch.warn_after_s, who, last)
+            log.warning("%s has waited %d s for %s; %s", watch.where, WARN_AFTER_S, who, last)
         super().look()

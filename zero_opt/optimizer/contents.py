@@ -166,7 +166,7 @@ def contents(
             wraps = is_wrapper(param)
             yield f"{label} has memory of its own", not wraps
             if values and not wraps:
-                yield from value_contents([(label, param)])
+                yield f"{label} values", value_digest(param)
             index += 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..comm.peer_watch import WARN_AFTER_S
+from ..comm.stops import WARN_AFTER_S
 from ..errors import OutOfResources, PeerLost, StepDesync, StepFailed, StorageFailed, WorkerDied, WorkerFailed
 from ..system.devices import build_streams, is_host
 from ..system.failures import on_failure

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from ..comm.backend_errors import timed_out
 from ..comm.departures import Departure, Departures, How, go_on
 from ..comm.groups import tensor_bytes
-from ..comm.peer_watch import WARN_AFTER_S, Watch
+from ..comm.peer_watch import Watch
+from ..comm.stops import WARN_AFTER_S
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, PeerSilent, StepDesync
 from ..system.future import Future
@@ -38,6 +39,8 @@ LATER, ERROR = 3, 4
 RING_TAG = 1
 # Seconds that messages to the next rank have to arrive before connections are broken.
 FAREWELL_S = 1.0
+# Seconds that the other side of a bounded wait has on top.
+MARGIN_S = 30.0
 # Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
 FOR_EVER_S = 100 * 365 * 86400.0
 # Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
@@ -201,6 +204,17 @@ class Awaited:
         self._due = time.monotonic() + self._patience_s
 
 
+@contextlib.contextmanager
+def broken_if_left(side: SideGroup) -> Iterator[None]:
+    """Break the connections if an exception ends the context, unless they are lost, of which the ring tells."""
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, PeerLost) and isinstance(error.__cause__, RuntimeError)):
+            side.interrupt()
+        raise
+
+
 def explained(watch: Watch, words: str, patience_s: float | None = None) -> PeerLost | None:
     """Return the error that names the rank that has left while one asks for state; see :meth:`Watch.explain`.
 
@@ -217,7 +231,7 @@ def broken(watch: Watch, words: str) -> PeerLost:
     left = next((other for other in watch.departures if other.how.serves), None)
     if left is not None:
         return PeerLost(
-            f"{left.text(watch.name([left.rank]), '')}. It gives its state to others no more ({words}): call "
+            f"{left.became(watch.name([left.rank]))}, and gives its state to others no more ({words}): call "
             "opt.state_dict() before any rank closes, or restart all ranks from a checkpoint"
         )
     return PeerLost(
@@ -237,8 +251,7 @@ def unanswered(watch: Watch, rank: int, seconds: float) -> PeerLost:
 
 def require_not_lost(watch: Watch) -> None:
     """Raise PeerLost if a rank is known to be lost or cut off: to connect to it would take minutes."""
-    gone = watch.departures.first_gone()
-    lost = gone is not None and (gone.how is not How.FAILED or watch.departures.lost_to(None) is not None)
+    lost = any(other.how in (How.LOST, How.CUT_OFF) for other in watch.departures)
     known = explained(watch, "", 0.0) if lost else None
     if known is not None:
         raise known

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..comm.departures import How
-from ..comm.peer_watch import WARN_AFTER_S
+from ..comm.stops import WARN_AFTER_S
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log

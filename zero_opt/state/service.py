@@ -49,17 +49,15 @@ from ..comm.groups import bytes_tensor, tensor_bytes
 from ..comm.peer_watch import Watch
 from ..comm.side_group import SideGroup
 from ..comm.transfers import Message, Transfer, TransferQueue
-from ..comm.waits_beside import outcome, submitted
-from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, error_of_rank, name_and_text
-from ..system.background_thread import SerialThread
+from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, name_and_text
 from ..system.devices import thread_device
 from ..system.failures import on_failure
 from ..system.future import Future
-from ..system.interrupts import uninterrupted
 from ..system.log import log
 from . import process_exit
+from .asking import Questions
 from .consolidate import FrozenState, IncomingState, LocalState
-from .entries import Places, listed, listing, message_for, message_to_send, packets
+from .entries import listed, listing, message_to_send, packets
 from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
     BROKEN,
@@ -70,25 +68,24 @@ from .messages import (
     FOR_EVER_S,
     GO,
     LATER,
-    OPEN,
+    MARGIN_S,
     RING_TAG,
     STOP,
     Answer,
-    Awaited,
     DirectMessages,
     Offer,
-    Pull,
     RingMessage,
     answer_tag,
     broken,
+    broken_if_left,
     departed,
     explained,
     require_not_lost,
     words_of,
 )
 
-# Seconds that the other side of a bounded wait has on top; that threads have to end once connections are broken.
-_MARGIN_S, _INTERRUPTION_S = 30.0, 5.0
+# Seconds that threads have to end once connections are broken.
+_INTERRUPTION_S = 5.0
 _State = LocalState | FrozenState
 
 
@@ -112,7 +109,7 @@ class StateService:
         self._lost: Exception | None = None
         self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
         self._direct = DirectMessages(side, self._departures)
-        self._beside, self._pulls, self._awaited = SerialThread("zero_opt state wait"), 0, Awaited()
+        self._questions = Questions(side, self._direct, watch, self._pass_on)
         # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
@@ -180,13 +177,11 @@ class StateService:
     def _end(self) -> None:
         """End the threads, and drop state and connections: no rank can ask any more, and none can be asked."""
         self._jobs.put(None)
-        for thread in filter(threading.Thread.is_alive, [*self._answering, self._delivering]):
-            thread.join(_INTERRUPTION_S)
+        self._wait_asked_and_answered(self._delivering)
         with self._lock:
             self._capture = self._final = None
         self._serving.end()
-        self._asking.wait(_INTERRUPTION_S)  # what pull() waits for ends with the connections
-        self._beside.close()
+        self._questions.close()
         self._passed, self._unwanted = deque(), deque()  # messages keep the connections open
         self._direct.forget()
         self._side.close()
@@ -198,10 +193,14 @@ class StateService:
     def _end_ring(self) -> None:
         """End this rank's wait for messages, as the last one that closes, once nobody asks or is answered."""
         self._wait_passed(_INTERRUPTION_S)
-        for thread in filter(threading.Thread.is_alive, self._answering.copy()):
+        self._wait_asked_and_answered()
+        self._side.disconnect()
+
+    def _wait_asked_and_answered(self, *also: threading.Thread) -> None:
+        """Wait for the caller that asks, and for the threads that answer: their messages end with the connections."""
+        for thread in filter(threading.Thread.is_alive, [*self._answering, *also]):
             thread.join(_INTERRUPTION_S)
         self._asking.wait(_INTERRUPTION_S)
-        self._side.disconnect()
 
     def _wait_passed(self, seconds: float) -> None:
         """Wait until messages to the next rank have arrived."""
@@ -263,20 +262,10 @@ class StateService:
             job()
 
     @contextlib.contextmanager
-    def _broken_if_left(self) -> Iterator[None]:
-        """Break the connections if an exception ends the context, unless they are lost, of which the ring tells."""
-        try:
-            yield
-        except BaseException as error:
-            if not (isinstance(error, PeerLost) and isinstance(error.__cause__, RuntimeError)):
-                self._side.interrupt()
-            raise
-
-    @contextlib.contextmanager
     def _served(self, dst: int) -> Iterator[None]:
         """Serve rank ``dst`` within it."""
         try:
-            with torch.no_grad(), self._serving.one(), self._broken_if_left():
+            with torch.no_grad(), self._serving.one(), broken_if_left(self._side):
                 yield
         except Exception as error:
             log.debug("rank %d does not get the state it asked for: %s", dst, error)
@@ -308,7 +297,7 @@ class StateService:
             said, of = STOP, -1
             while of != offer.pull:
                 words, tag = words_of(said, of), answer_tag(offer.pull) + 1
-                said, of = self._direct.receive(words, offer.dst, tag, self._side.timeout_s + _MARGIN_S).tolist()
+                said, of = self._direct.receive(words, offer.dst, tag, self._side.timeout_s + MARGIN_S).tolist()
             if said == GO and offer.state is not None:
                 offer.sending.wait(self._side.timeout_s)
                 with self._guard.after_change(self._guard.edit_marks()):
@@ -359,13 +348,13 @@ class StateService:
             require_not_lost(self._watch)
             own = self._own_state("this rank", self._capture, self._guard.failure)
             try:
-                with self._new_pull() as pull:
-                    here, payloads = self._wait_beside(self._ask, pull, changes, meanwhile=own.batches)
+                with self._questions.new_pull(self._guard.step) as pull:
+                    here, payloads = self._questions.ask(pull, changes, meanwhile=own.batches)
                     listings = [here if text is None else listed(text) for text in payloads]
                     result, rank = IncomingState(own.flats, listings), self._side.rank
                     targets = {other: result.places_for(listings[other]) for other in self._others}
-                    fetched = partial(self._wait_beside, self._fetch_all, pull, targets)
-                    fetched(meanwhile=lambda: own.copy_to(result.places_for(listings[rank])))
+                    own_copy = partial(own.copy_to, result.places_for(listings[rank]))
+                    self._questions.fetch(pull, targets, meanwhile=own_copy)
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
@@ -376,81 +365,12 @@ class StateService:
                 raise known or broken(self._watch, words) from error
             return result.by_param()
 
-    @contextlib.contextmanager
-    def _new_pull(self) -> Iterator[Pull]:
-        """A context of one pull, after which no rank waits for a word of it."""
-        self._pulls += 1
-        pull = Pull(self._pulls, self._guard.step, self._others)
-        try:
-            process_exit.started(threading.Thread(target=pull.warn, name="zero_opt state warning"))
-            yield pull
-        finally:
-            with uninterrupted():
-                pull.left.set_result(None)
-                if pull.waiting:
-                    self._side.courtesies.do(partial(pull.stop, self._direct.send))
-
-    def _wait_beside(self, call: Callable[..., Any], pull: Pull, given: Any, meanwhile: Callable[[], Any]) -> Any:
-        """Return what ``meanwhile`` does here, and ``call``, which waits for ranks, beside it; see [Note: a pull]."""
-        asked = submitted(self._beside, call, pull, given)
-        try:
-            return meanwhile(), outcome(asked, lambda: self._awaited.lookout(self._side.lookout(), self._watch))
-        finally:
-            if not asked.done():  # a rank that does not answer may keep the thread for long
-                self._beside.leave()
-
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
             raise explained(self._watch, words := backend_words(self._lost), 0.0) or broken(self._watch, words)
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
-
-    def _ask(self, pull: Pull, changes: int) -> list[bytes | None]:
-        """Ask all ranks; return their listings, ``None`` for this rank."""
-        pull.waiting.update(self._others)
-        if pull.left.done():  # before it began
-            return []
-        self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
-        listings = {rank: self._answer_of(rank, pull) for rank in self._others}  # the first late one holds the question
-        return [listings.get(rank) for rank in range(self._side.world_size)]
-
-    def _answer_of(self, rank: int, pull: Pull) -> bytes:
-        """Return a rank's listing."""
-        tag, answer = pull.tag, Answer(LATER, 0, 0, 0)
-        self._awaited.message_of(rank, self._side.timeout_s)
-        while answer.code == LATER or answer.pull != pull.number:
-            self._direct.receive_bytes(answer.nbytes, rank, tag)  # of a pull that was given up
-            answer = Answer(*self._direct.receive(words_of(*answer), rank, tag).tolist())
-            pull.heard[rank] = answer.step
-            self._awaited.message_of(rank, self._side.timeout_s + _MARGIN_S / 2)  # it may wait itself
-        if answer.code == Verdict.BEHIND.value and (left := self._departures.of(rank)) is not None:
-            raise PeerLost(left.text(f"rank {rank}", "has ended"))
-        answer.require_ready(rank, pull.step)
-        payload = self._direct.receive_bytes(answer.nbytes, rank, tag)
-        if answer.code == ERROR:
-            raise error_of_rank(rank, *json.loads(payload))
-        del pull.heard[rank]
-        return payload
-
-    def _fetch_all(self, pull: Pull, targets: dict[int, list[Places]]) -> None:
-        """Fill these places with all ranks' elements, unless the caller has left."""
-        for rank in sorted(self._others):  # see [Note: the end]
-            pull.waiting.remove(rank)  # KeyError: the caller has left, and does not see it
-            self._fetch(rank, targets[rank], pull)
-
-    def _fetch(self, rank: int, targets: list[Places], pull: Pull) -> None:
-        tag, window = pull.tag, TransferQueue(FOR_EVER_S)
-        with self._broken_if_left():
-            self._direct.send(rank, tag + 1, GO, pull.number)
-            self._awaited.message_of(rank, self._side.timeout_s)
-            for _, places in targets:
-                into, arrived = message_for(places)
-                window.add(self._side.receive_from(into, rank, tag), into, partial(self._awaited.arrives, arrived))
-            window.drain()
-            error = json.loads(self._direct.receive_bytes(int(self._direct.receive(words_of(0), rank, tag)), rank, tag))
-        if error is not None:
-            raise error_of_rank(rank, *error)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -380,7 +380,7 @@ def _asked_by_one_that_is_killed(rank: int, world_size: int, folder: str) -> Any
     """Rank 1 is killed while rank 0 is ready to send it state, which may not change until then."""
     params, optimizer = _stepped(rank, "backend")
     if rank == 1:
-        service_of(optimizer)._fetch_all = lambda *_: _kill_beside_a_child(folder)
+        service_of(optimizer)._questions._fetch_all = lambda *_: _kill_beside_a_child(folder)
         optimizer.state_dict()
     while not service_of(optimizer)._guard._readers:
         time.sleep(0.01)

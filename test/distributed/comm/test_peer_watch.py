@@ -27,8 +27,8 @@ from test.support.descriptors import no_descriptors
 from test.support.failures import PATIENCE_S
 from test.support.harness import Failure, run_processes
 from test.support.scenario import BUCKET_MB, OVERLAPPED
-from zero_opt.comm import pairwise_exchange, peer_watch, process_identity, shared_memory_exchange
-from zero_opt.state import service
+from zero_opt.comm import pairwise_exchange, process_identity, shared_memory_exchange, stops
+from zero_opt.state import asking
 from zero_opt.system.waiting import until
 
 MOST_SECONDS = 60
@@ -132,7 +132,7 @@ def test_a_rank_that_stops_in_an_exchange_in_memory_is_named_after_hang_timeout(
 
 
 def _stopped_before_it_is_asked(rank: int, world_size: int, in_a_thread: bool) -> Any:
-    service._MARGIN_S = 1.0
+    asking.MARGIN_S = 1.0
     _, opt = _optimizer(**({"timeout": 2.0} if in_a_thread else {"hang_timeout": 0.5}))
     pid = _peer_pid(rank, opt)
     if rank == 1:
@@ -264,7 +264,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
 
 
 def _slow(rank: int, world_size: int) -> list[str]:
-    peer_watch.Watch.warn_after_s = 1.2
+    stops.WARN_AFTER_S = 1.2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -288,7 +288,7 @@ def test_a_slow_rank_is_warned_about_once_by_rank_and_step_and_waited_for() -> N
 
 def _slow_in_an_exchange(rank: int, world_size: int, reduction: Any) -> list[str]:
     """Rank 1 takes part in the agreement at once, and in the exchange late."""
-    peer_watch.Watch.warn_after_s = 1.2
+    stops.WARN_AFTER_S = 1.2
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

@@ -123,7 +123,7 @@ def _closes_while_it_serves(rank: int, world_size: int, folder: str) -> Any:
     """Rank 0 has closed, and still takes state of rank 1, on another thread, as that one closes last."""
     _, optimizer = make_stepped(2)
     service: Any = service_of(optimizer)
-    begun, fetch = os.path.join(folder, "begun"), service._fetch
+    begun, fetch = os.path.join(folder, "begun"), service._questions._fetch
     dist.barrier()
     if rank == 1:
         assert until(lambda: os.path.exists(begun), PATIENCE_S)
@@ -137,7 +137,7 @@ def _closes_while_it_serves(rank: int, world_size: int, folder: str) -> Any:
         time.sleep(1.5)  # longer than messages have to arrive before connections are broken
         fetch(*given)
 
-    service._fetch = fetch_late
+    service._questions._fetch = fetch_late
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(optimizer.state_dict)
         assert until(lambda: os.path.exists(begun), PATIENCE_S)

@@ -107,11 +107,11 @@ def _is_stopped_again_and_again(rank: int, world_size: int) -> tuple[int, int, l
                 optimizer.state_dict()
         waiting = sum(thread.name == "zero_opt state wait" for thread in threading.enumerate())
         assert asked._departures.unannounced
-        assert asked._beside._thread in background_thread._left  # or the exit would wait for it
+        assert asked._questions._beside._thread in background_thread._left  # or the exit would wait for it
         os.kill(pids[1], signal.SIGCONT)
         assert _step_of(optimizer) == 2
         assert not asked._departures.unannounced
-        assert asked._beside._thread not in background_thread._left
+        assert asked._questions._beside._thread not in background_thread._left
         store.set("told", "")
     dist.barrier()
     asks = opened.count(0)
@@ -250,8 +250,12 @@ def _asking_rank_is_stopped(rank: int, world_size: int) -> list[str]:
     dist.all_gather_object(pids, os.getpid())
     said = []
     if rank == 0:
-        fetch = asked._fetch_all
-        asked._fetch_all = lambda *given: (setattr(asked, "_fetch_all", fetch), _stop_here(), fetch(*given))[2]
+        fetch = asked._questions._fetch_all
+        asked._questions._fetch_all = lambda *given: (
+            setattr(asked._questions, "_fetch_all", fetch),
+            _stop_here(),
+            fetch(*given),
+        )[2]
         with pytest.raises(zero_opt.PeerLost):
             optimizer.state_dict()
     if rank == 1:

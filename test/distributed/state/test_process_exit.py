@@ -81,8 +81,8 @@ def _case(rank_0: str, rank_1: str, quiet: float = 30, **options: Any) -> dict[s
 
 SAVES = "time.sleep(1.5); save(opt, folder)"
 SAVES_SLOWLY = """
-    service = opt._engine._groups.service; fetch = service._fetch_all
-    service._fetch_all = lambda *args: time.sleep(1) or fetch(*args)
+    service = opt._engine._groups.service; fetch = service._questions._fetch_all
+    service._questions._fetch_all = lambda *args: time.sleep(1) or fetch(*args)
     save(opt, folder)
 """
 IS_ASKED = "while not opt._engine._groups.service._serving._count: time.sleep(0.01)"
@@ -124,7 +124,7 @@ ENDS_EARLY = {
 LOSES = """
     from zero_opt.errors import PeerLost
     def lose(*_): raise PeerLost("rank 1 has ended or does not answer") from RuntimeError("Connection reset by peer")
-    opt._engine._groups.service.{wait} = lose
+    opt._engine._groups.service._questions.{wait} = lose
     try: opt.state_dict()
     except PeerLost as error: sys.stderr.write(f"lost: {{error}}")
     else: sys.exit(3)

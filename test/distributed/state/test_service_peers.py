@@ -135,8 +135,8 @@ def _others_stay_open(rank: int, world_size: int) -> Any:
     else:
         time.sleep(1.0)
         service = service_of(optimizer)
-        fetch = service._fetch_all
-        service._fetch_all = lambda *args: time.sleep(1.4) or fetch(*args)  # past the two seconds
+        fetch = service._questions._fetch_all
+        service._questions._fetch_all = lambda *args: time.sleep(1.4) or fetch(*args)  # past the two seconds
         assert len(optimizer.state_dict()["state"]) == 4
         dist.barrier()
         with pytest.raises(zero_opt.PeerLost):
@@ -200,7 +200,7 @@ def _closed_beside_a_pull(rank: int, world_size: int) -> str:
         store.wait(["asks"])
         os.kill(os.getpid(), signal.SIGKILL)
     asked = service_of(optimizer)
-    ask = asked._ask
+    ask = asked._questions._ask
 
     def late(*given: int) -> Any:
         store.set("asks", "")
@@ -208,7 +208,7 @@ def _closed_beside_a_pull(rank: int, world_size: int) -> str:
             time.sleep(0.01)
         return ask(*given)
 
-    asked._ask = late
+    asked._questions._ask = late
     with pytest.raises(zero_opt.PeerLost) as caught:
         optimizer.state_dict()
     return str(caught.value)

@@ -40,15 +40,15 @@ def _inside_a_pull(rank: int, world_size: int) -> Any:
     said, found = _errors_in_a_handler(optimizer.state_dict), None
     if rank == 0:
         asked: Any = service_of(optimizer)
-        ask = asked._ask
+        ask = asked._questions._ask
 
         def interrupted(*given: int) -> Any:
             _interrupt()
             return ask(*given)
 
-        asked._ask = interrupted
+        asked._questions._ask = interrupted
         found = len(optimizer.state_dict()["state"])
-        asked._ask = ask
+        asked._questions._ask = ask
         assert len(optimizer.state_dict()["state"]) == found
     take_step(params, optimizer)
     return said, found
