@@ -160,7 +160,6 @@ class FlatParam:
     def __init__(self, param: Tensor, label: str) -> None:
         self.param, self.label = param, label
         check_memory(param, label)
-        check_trainable(param, label)
         self.shape, self.numel = param.shape, param.numel()
         self._planned = self._identity()
         self._counter = _VersionCounter()

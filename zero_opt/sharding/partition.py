@@ -16,7 +16,15 @@ from ..system.devices import build_streams
 from ..system.placing import placing_of
 from ..system.streams import Streams
 from .buckets import GradBucket, number_pieces
-from .flat_param import FlatParam, check_params_apart, edits_of, grad_dtypes_of, moved_of, share_counters
+from .flat_param import (
+    FlatParam,
+    check_params_apart,
+    check_trainable,
+    edits_of,
+    grad_dtypes_of,
+    moved_of,
+    share_counters,
+)
 
 
 class Partition:
@@ -63,6 +71,8 @@ class Partition:
             costs: what the step of each parameter costs, of those planned before too, by global index; not read unless
                 parameters are whole.
         """
+        for index, _, param in params:
+            check_trainable(param, self.describe(index))
         flats = {index: FlatParam(param, self.describe(index)) for index, _, param in params}
         specs = {index: flats[index].spec(group) for index, group, _ in params}
         layouts = self._plan(specs, costs)

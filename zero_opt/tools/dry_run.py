@@ -28,7 +28,7 @@ from ..errors import UnsupportedParam
 from ..policies import AlreadyReduced, MixedPrecision
 from ..reduction import ReductionPolicy
 from ..sharding.buckets import GradBucket
-from ..sharding.flat_param import FlatParam, check_memory, is_dtensor
+from ..sharding.flat_param import FlatParam, check_memory, check_trainable, is_dtensor
 from ..system.devices import is_host
 from ..system.extension import native_available
 from ..system.stages import CallStages
@@ -71,6 +71,8 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
             f"{label} is a DTensor; of an FSDP2 model estimate what one rank has: zero_opt.estimate(numel // ranks, 1)"
         )
     check_memory(param, label, needed=param.requires_grad)
+    if param.requires_grad:
+        check_trainable(param, label)
     like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
     return Sketch(FlatParam(like, label), group, device, param.requires_grad)
 

@@ -92,6 +92,15 @@ def test_frozen_parameters_are_there_but_have_neither_gradients_nor_state() -> N
     assert estimate(model, 2).nbytes("state") == estimate(model, 1).nbytes("state") == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_a_frozen_parameter_may_have_a_dtype_that_cannot_be_trained(dtype: torch.dtype) -> None:
+    plain = nn.Linear(3, 3)
+    frozen = nn.Parameter(torch.zeros(2, 3, dtype=dtype), requires_grad=False)
+    found, without = estimate([frozen, *plain.parameters()], 2), estimate(plain, 2)
+    assert found.nbytes("params") == without.nbytes("params") + 6
+    assert found.nbytes("state") == without.nbytes("state")
+
+
 def test_a_frozen_parameter_may_wrap_others_and_those_of_a_fake_mode_may_train() -> None:
     frozen, plain = nn.Parameter(wrapped(2, 3), requires_grad=False), nn.Linear(3, 3)
     shaped = nn.Parameter(torch.ones(2, 3), requires_grad=False)
