@@ -136,8 +136,8 @@ def _oddity(value: Tensor) -> str | None:
     return None if plain and not (value.is_nested or value.is_quantized or value.is_meta) else oddity(value)
 
 
-_CANNOT_BE_SENT = (
-    "which cannot be sent to other ranks; let the class keep tensors, numbers, strings, booleans or None, under keys "
+_CANNOT_BE_PART = (
+    "which cannot be part of the full state; let the class keep tensors, numbers, strings, booleans or None, under keys "
     "that are strings or numbers"
 )
 _KEEP_DENSE = "so it cannot be saved; use a class whose state is dense"
@@ -159,12 +159,12 @@ def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, 
     for key, value in state.items():
         if type(key) is not str and not is_plain(key):
             raise StateDictError(
-                f"the state of parameter {index} has a {type(key).__name__} as a key, {_CANNOT_BE_SENT}"
+                f"the state of parameter {index} has a {type(key).__name__} as a key, {_CANNOT_BE_PART}"
             )
         if not isinstance(value, Tensor):
             if not is_plain(value):
                 raise StateDictError(
-                    f"state {key!r} of parameter {index} is a {type(value).__name__}, {_CANNOT_BE_SENT}"
+                    f"state {key!r} of parameter {index} is a {type(value).__name__}, {_CANNOT_BE_PART}"
                 )
             if start == 0:
                 form.append((key, type(key), "value", None, None))

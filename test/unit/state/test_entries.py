@@ -79,7 +79,7 @@ def test_keys_of_other_types_stay_apart() -> None:
 
 @pytest.mark.parametrize("state", [{"key": object()}, {(1,): 0.5}])
 def test_what_cannot_be_sent_is_named(state: dict[Any, Any]) -> None:
-    with pytest.raises(StateDictError, match=r"parameter 2 .*cannot be sent to other ranks; let the class keep"):
+    with pytest.raises(StateDictError, match=r"parameter 2 .*cannot be part of the full state; let the class keep"):
         _listed({2: state})
 
 
