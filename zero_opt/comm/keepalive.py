@@ -89,7 +89,8 @@ def _sockets() -> dict[int, str]:
 def _end_with_host(fd: int, silent_s: float, probe_s: float) -> list[int]:
     """Limit how long the other host may be silent; returns the options from before, none if there is no other host."""
     with _connection(fd) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or kind != socket.SOCK_STREAM:
             return []
         if connection.getsockname()[0] == connection.getpeername()[0]:  # on this host
             return []
@@ -110,6 +111,8 @@ def _connection(fd: int) -> Iterator[socket.socket]:
     """A context that has the socket of a descriptor, which it leaves open."""
     copy = os.dup(fd)
     with on_failure(partial(os.close, copy)):  # another thread may have closed it, and opened something else
-        connection = socket.socket(fileno=copy)
+        # Python makes a socket non-blocking, for its owner too, after socket.setdefaulttimeout(): not one that is said
+        # to be non-blocking already.
+        connection = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
     with connection:
         yield connection
