@@ -59,6 +59,7 @@ from ..sharding.buckets import GradBucket
 from ..sharding.late_params import await_others
 from ..system.log import log
 from ..system.phases import Phase
+from ..system.saved_tensors import keep_saved
 from .arguments import check_options, refusal_of_step
 from .between_steps import BetweenSteps
 from .contents import hyper_contents
@@ -88,6 +89,7 @@ class ShardedEngine(BetweenSteps):
         self.placement.loss = () if closure is None else (loss,)
         try:
             with torch.no_grad(), self._of_all_ranks(), self.parts.figures.call():
+                keep_saved(self.parts.params)
                 self._update(*self.reduce(error=error))
                 self._end_figures()
         finally:

@@ -26,6 +26,7 @@ from ..sharding.flat_param import is_dtensor
 from ..sharding.param_groups import hypers_of, normalized, params_of, run_once
 from ..state.state_dict import StateDict
 from ..system.failures import on_failure
+from ..system.saved_tensors import keep_saved
 from ..system.untraced import untraced
 from .arguments import adopt_errors, refusal_of_others, template_of
 from .attributes import WrappedAttributes
@@ -290,6 +291,7 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
         """
         self._require_open()
         with torch.no_grad():
+            keep_saved(param for group in self.param_groups for param in group["params"])
             self._engine.flush()
 
     @one_call("opt.offload_state()")

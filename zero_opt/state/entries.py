@@ -137,8 +137,8 @@ def _oddity(value: Tensor) -> str | None:
 
 
 _CANNOT_BE_PART = (
-    "which cannot be part of the full state; let the class keep tensors, numbers, strings, booleans or None, under keys "
-    "that are strings or numbers"
+    "which cannot be part of the full state; let the class keep tensors, numbers, strings, booleans or None, under "
+    "keys that are strings or numbers"
 )
 _KEEP_DENSE = "so it cannot be saved; use a class whose state is dense"
 _FOR_SPARSE_GRADS = ", as torch.optim.SparseAdam, or dense gradients (sparse=False in the module)"
