@@ -146,7 +146,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Bring state that a class of torch's has made in its constructor into our form."""
         self._step_supports_amp_scaling = False
         for _, param in self._named():
-            if param.dtype in HALVES and param in self.state and not param.is_meta:
+            if param in self.state and param.dtype not in (torch.float32, *HALVES):  # frozen, and not stepped here
+                del self.state[param]
+            elif param.dtype in HALVES and param in self.state and not param.is_meta:
                 self.state[param] = self._new_state(param, self.update.arrays)
 
     def _new_state(self, param: Tensor, roles: Sequence[str]) -> dict[str, Any]:
@@ -169,13 +171,15 @@ class NativeOptimizer(torch.optim.Optimizer):
     # -- params -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise a ZeroOptError for a param that the kernel cannot update."""
+        """Add a group as torch does; raise a ZeroOptError for a param, not frozen, that the kernel cannot update."""
         super().add_param_group(param_group)
         try:
             refuse_own_options(self.param_groups[-1], len(self.param_groups) - 1)
             self.param_groups[-1].update(_fused_options(type(self).__name__, self.param_groups[-1]))
             for position, param in enumerate(self.param_groups[-1]["params"]):
-                if not param.is_meta and not is_lazy(param):  # a stand-in: it can be asked about, not stepped
+                frozen = isinstance(param, Parameter) and not param.requires_grad
+                # A stand-in can be asked about, not stepped. The step checks it, and what is frozen now.
+                if not (frozen or param.is_meta or is_lazy(param)):
                     self._check_param(self._name(len(self.param_groups) - 1, position), param)
         except ZeroOptError:
             self.param_groups.pop()
@@ -317,7 +321,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._check_param(name, param)
             check_tensor(f"grad of {name}", grad, param.shape, GRAD_DTYPES)
         if moved:
-            check_apart([(name, param) for name, param in self._named() if param.is_cpu and not is_lazy(param)])
+            lying = [(name, param) for name, param in self._named() if param.is_cpu and not is_lazy(param)]
+            check_apart([(name, param) for name, param in lying if param.layout is torch.strided])
         fresh: list[tuple[Parameter, str]] = []
         try:
             for index, position, param, grad in stale:

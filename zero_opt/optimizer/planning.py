@@ -89,10 +89,15 @@ class Planner:
 
         Raises:
             RankMismatch: values differ between ranks, as those of frozen parameters may.
+            UnsupportedParam: on every rank, if one cannot be stepped.
         """
         missing = self._missing(mask)
+        labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
+        if missing:
+            with self._parts.agreement.together():
+                for label, param in labeled:
+                    self._parts.config.placement.check_param(param, label)
         if missing and self._values_count:
-            labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
             self._parts.agreement.require_same_contents(value_contents(labeled))
         self._plan(missing)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,16 +102,11 @@ def say_fused(policy: str, names: str, hint: str = "") -> None:
     log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's%s", policy, names, hint)
 
 
-def check_params(
-    policy: str, cls: type[torch.optim.Optimizer], params: Iterable[Tensor], describe: Callable[[int], str]
-) -> None:
-    """Raise UnsupportedParam, naming it, for a parameter that cannot be stepped natively."""
-    otherwise = f"use {torch_class_of(cls)} with offload=None" if cls in NATIVE_CLASSES else _OTHERWISE
-    for index, param in enumerate(params):
-        if param.dtype not in (torch.float32, *HALVES):
-            raise UnsupportedParam(
-                f"{describe(index)} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {otherwise}"
-            )
+def check_param(policy: str, cls: type[torch.optim.Optimizer], param: Tensor, label: str) -> None:
+    """Raise UnsupportedParam, naming it ``label``, for a parameter that cannot be stepped natively."""
+    if param.dtype not in (torch.float32, *HALVES):
+        otherwise = f"use {torch_class_of(cls)} with offload=None" if cls in NATIVE_CLASSES else _OTHERWISE
+        raise UnsupportedParam(f"{label} is {param.dtype}; {policy} takes float32, bfloat16 and float16; {otherwise}")
 
 
 def check_state(index: int, state: Mapping[str, Any], update: NativeUpdate) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from ..system.devices import HOST, is_host
 from .compact_state import is_compact
 from .interface import Placement, SlicePlacement
 from .memory import MemoryInputs, Tally
-from .native_rules import check_groups, check_params, check_state, without_column_keys
+from .native_rules import check_groups, check_param, check_state, without_column_keys
 from .state_shard import Kept
 
 OffloadT = TypeVar("OffloadT")
@@ -128,25 +128,35 @@ class PlacementPolicy(ABC):
             UnsupportedOptimizer, ConfigConflict, NativeUnavailable.
         """
 
+    @abstractmethod
+    def check_param(self, param: Tensor, label: str) -> None:
+        """Raise UnsupportedParam, naming it ``label``, for a parameter that cannot be stepped as the policy says.
+
+        Frozen ones may be among the parameters, whatever they are: they are checked once they are to be stepped.
+        """
+
+    def _check_trainable(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
+        """Make :meth:`check_param` of every parameter that is not frozen; see :meth:`check`."""
+        for index, param in enumerate(param for group in groups for param in group["params"]):
+            if param.requires_grad:
+                self.check_param(param, describe(index))
+
     def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Raise StateDictError for the loaded state of a parameter if the placement cannot take all of it."""
         return
 
-    def _require_class_steps(
-        self, params: Iterable[Tensor], describe: Callable[[int], str], left: str, otherwise: str
-    ) -> None:
+    def _require_class_steps(self, param: Tensor, label: str, left: str, otherwise: str) -> None:
         """Raise UnsupportedParam, naming it, for a parameter on an accelerator if the class steps on the CPU alone.
 
         Args:
             left, otherwise: parts of the message: by what the parameter is left there, and what else helps.
         """
-        for index, param in enumerate(params if self.inputs.is_native_class else ()):
-            if not is_host(param.device):
-                cls = self.inputs.optimizer_class
-                raise UnsupportedParam(
-                    f"{describe(index)} is on {param.device}, where {left}, and {cls.__name__} steps on the CPU alone; "
-                    f"use {torch_class_of(cls)}{otherwise}"
-                )
+        if self.inputs.is_native_class and not is_host(param.device):
+            cls = self.inputs.optimizer_class
+            raise UnsupportedParam(
+                f"{label} is on {param.device}, where {left}, and {cls.__name__} steps on the CPU alone; use "
+                f"{torch_class_of(cls)}{otherwise}"
+            )
 
     def loadable(self, states: ParamStates) -> ParamStates:
         """Loaded states, per parameter, without what the placement would keep and not follow."""
@@ -208,16 +218,15 @@ class SinglePlacePolicy(PlacementPolicy, Generic[OffloadT]):
         given: int | None = getattr(self.offload, "threads", None)
         return given or self.inputs.class_threads
 
-    def _check_split_masters(self, params: Iterable[Tensor], describe: Callable[[int], str]) -> None:
-        """Raise UnsupportedParam, naming it, for a parameter whose master is to be split and cannot be."""
-        for index, param in enumerate(params if self.inputs.splits_masters else ()):
-            away = not (self.splits_on_accelerators or is_host(param.device))
-            if param.dtype is torch.float16 or away:
-                where = "" if self.splits_on_accelerators else " on the CPU, or with offload=CPUOffload()"
-                raise UnsupportedParam(
-                    f"{describe(index)} is {param.dtype} on {param.device}; split masters are for torch.bfloat16"
-                    f"{where}; use {self.inputs.fp32_masters}"
-                )
+    def check_param(self, param: Tensor, label: str) -> None:
+        """Raise UnsupportedParam for one whose master is to be split and cannot be; see :class:`PlacementPolicy`."""
+        away = not (self.splits_on_accelerators or is_host(param.device))
+        if self.inputs.splits_masters and (param.dtype is torch.float16 or away):
+            where = "" if self.splits_on_accelerators else " on the CPU, or with offload=CPUOffload()"
+            raise UnsupportedParam(
+                f"{label} is {param.dtype} on {param.device}; split masters are for torch.bfloat16{where}; use "
+                f"{self.inputs.fp32_masters}"
+            )
 
     @abstractmethod
     def build(self, group: Group) -> SlicePlacement[Any]: ...
@@ -239,14 +248,16 @@ class NativePolicy(SinglePlacePolicy[OffloadT]):
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
-        params = [param for group in groups for param in group["params"]]
-        check_params(self.name, self.inputs.optimizer_class, params, describe)
         if self.inputs.splits_masters and not self.update.compact:
             raise UnsupportedOptimizer(
                 f"{self.name} keeps split masters of Adam and AdamW alone, not of "
                 f"{self.inputs.optimizer_class.__name__}; use {self.inputs.fp32_masters}"
             )
-        self._check_split_masters(params, describe)
+        self._check_trainable(groups, describe)
+
+    def check_param(self, param: Tensor, label: str) -> None:
+        check_param(self.name, self.inputs.optimizer_class, param, label)
+        super().check_param(param, label)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)

@@ -90,8 +90,8 @@ class AlreadyReducedGrads(GradReduction):
                 other = next(rank for rank, report in enumerate(agreed.reports) if report.used >> index & 1)
                 raise GradientConflict(
                     f"{self._partition.flats[index].label} has a gradient on rank {other} but none on rank "
-                    f"{rank}, so p.grad is not yet reduced; reduce it (DDP does, in a backward outside ddp.no_sync()) "
-                    "or use reduction=zero_opt.AtStep()"
+                    f"{rank}, so p.grad is not yet reduced; reduce it (DDP does, in a backward outside ddp.no_sync(), "
+                    "if it was trainable when DDP was made) or use reduction=zero_opt.AtStep() without DDP"
                 )
 
     def _to_absentees(self, agreed: StepAgreement) -> dict[int, Tensor]:

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
+from .consumed_grad import ConsumedGrad
 from .ddp_conflict import ddp_conflict, forward_of_ddp, over_other_ranks
 from .grad_places import GradPlaces
 from .interface import OwnRounds, ReductionParts
@@ -70,6 +71,7 @@ class DDPHookReduction(OverlappedReduction):
         """Note the backward, which may end in an exception."""
         with self._lock:
             self._passes.note_arrival()
+            self._synced.add(True)  # as far as is known here
 
     def take_bucket(self, params: Sequence[Tensor], buffer: Tensor, *, first: bool, last: bool) -> None:
         """Take the gradients of one of DDP's buckets; called in backward. Never waits for another rank.
@@ -155,9 +157,15 @@ class DDPHookReduction(OverlappedReduction):
         return super().send_rest(error or (self._conflict() if self._called else None), absent=absent, steps=steps)
 
     def _require_synced(self) -> None:
-        """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``."""
-        if not self._called and any(flat.param.grad is not None for flat in self._partition.flats.values()):
-            raise GradientConflict(_NOT_REGISTERED)
+        """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``.
+
+        DDP calls no hook where no backward has come: zeros are then taken, with which torch makes places for state.
+        """
+        if not self._called:
+            grads = [flat.param.grad for flat in self._partition.flats.values()]
+            given = [grad for grad in grads if grad is not None]
+            if given and (self._synced or not all(map(_is_zero, given))):
+                raise GradientConflict(_NOT_REGISTERED)
         super()._require_synced()
 
     def _conflict(self) -> GradientConflict | None:
@@ -174,6 +182,11 @@ class DDPHookReduction(OverlappedReduction):
             self._partition.flats[index].param.grad = None
         self._moved.clear()
         super().reset()
+
+
+def _is_zero(grad: Tensor) -> bool:
+    """Return whether a gradient that no backward has brought is zero, or was when it was reduced."""
+    return isinstance(grad, ConsumedGrad) or (grad.layout is torch.strided and not grad.any())
 
 
 def _before_forward(module: nn.Module, call: weakref.WeakMethod[Any]) -> None:

@@ -36,8 +36,9 @@ def not_reduced(label: str, step: int, param: Tensor) -> GradientConflict:
     )
     if _has_ddp_of({id(param)}):
         advice = (
-            "run the last backward of each step outside ddp.no_sync(); and if parameters get no gradient, or were "
-            "frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it"
+            "run the last backward of each step outside ddp.no_sync(); if parameters get no gradient, or were frozen "
+            "after DistributedDataParallel was made, pass find_unused_parameters=True to it; and if they were frozen "
+            "when it was made, and unfrozen since, make it anew: it reduces what was trainable then alone"
         )
     if _is_ignored(param):
         advice = (

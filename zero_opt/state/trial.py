@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def _own(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(_own, value))
     return {key: _own(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _in_numbers(value: Any) -> Any:
+    """Return a tuple with numbers in the place of tensors of one element; all else as it is."""
+    if type(value) is not tuple:
+        return value
+    return tuple(item.item() if isinstance(item, Tensor) and item.numel() == 1 else item for item in value)
 
 
 class Trial:
@@ -84,7 +92,8 @@ def trial_of(
     """Return a trial of a class with these hyperparameters.
 
     If the class refuses them together but accepts each alone, the trial starts from ``own``, which it accepts: a step
-    may work with such a combination, as momentum 0 beside ``nesterov=True``.
+    may work with such a combination, as momentum 0 beside ``nesterov=True``. So it may with a number beside a tensor in
+    one tuple, as schedulers leave betas, of which the values are what the class has to accept.
 
     Raises:
         Exception: whatever the class raises about them.
@@ -98,8 +107,8 @@ def trial_of(
     try:
         return Trial(cls, like, {}, **arguments)
     except ValueError as error:
-        for key, value in arguments.items():
-            for others in ({}, own):
+        for key, given in arguments.items():
+            for others, value in product(({}, own), (given, _in_numbers(given))):
                 with suppress(ValueError, TypeError):  # an argument may have no default
                     Trial(cls, like, {}, **{**others, key: value})
                     break

@@ -194,6 +194,24 @@ def test_state_is_set_in_a_fresh_optimizer_whose_steps_are_late() -> None:
             assert_bitwise(list(state.values()), list(saved.values()))
 
 
+def _get_of_a_fresh_one(rank: int, world_size: int) -> Any:
+    model = _model()
+    optimizer = _sharded(model)
+    steps = _counted(optimizer)
+    got = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    optimizer.close()
+    return got, len(steps), [param.detach() for param in model.parameters()]
+
+
+def test_state_of_a_fresh_optimizer_is_what_torchs_step_with_zeros_makes_of_a_plain_one() -> None:
+    model, plain = _plain(0)
+    steps = _counted(plain)
+    wanted = get_optimizer_state_dict(model, plain)
+    assert all(state["step"] == 1 for state in wanted["state"].values())  # type: ignore[union-attr, index]
+    for found in run_processes(2, _get_of_a_fresh_one):
+        assert_bitwise(found, (wanted, len(steps), [param.detach() for param in _model().parameters()]))
+
+
 def _set_full(rank: int, world_size: int, given: Any, broadcast: bool) -> Any:
     model = _model()
     optimizer = _sharded(model)

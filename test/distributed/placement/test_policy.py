@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zero_opt
+from test.support.harness import assert_bitwise, run_processes
 from zero_opt import AdamState
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -66,10 +67,75 @@ def test_lion_is_left_for_any_class_of_torch() -> None:
         zero_opt.ShardedOptimizer(params, zero_opt.CPULion, offload=zero_opt.CPUOffload())
 
 
-def test_what_is_frozen_may_have_any_dtype() -> None:
-    params = [nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]
-    optimizer = zero_opt.ShardedOptimizer(params, zero_opt.CPUAdamW, lr=0.1, offload=zero_opt.CPUOffload())
-    params[0].sum().backward()
-    optimizer.step()
-    assert bool((params[0].detach() < 1).all())
+FROZEN_AT: dict[str, dict[str, Any]] = {
+    "alone": {},
+    **{where: options for where, options in PLACES.items() if where != "device"},
+    "selective": {"offload": zero_opt.CPUOffload(selective=zero_opt.Selective())},
+}
+CLASSES = (zero_opt.CPUAdamW, zero_opt.CPUAdagrad, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def _with_frozen(
+    rank: int, world_size: int, cls: type[torch.optim.Optimizer], options: dict[str, Any], dtypes: list[torch.dtype]
+) -> Any:
+    """Train beside frozen parameters of these dtypes, and take, load and train again."""
+    torch.manual_seed(0)
+    frozen = [nn.Parameter(torch.ones(3, 5).to(dtype), requires_grad=False) for dtype in dtypes]
+    param = nn.Parameter(torch.randn(6, 4))
+    optimizer = zero_opt.ShardedOptimizer([*frozen, param], cls, lr=0.1, **options)
+    for dtype in dtypes:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5).to(dtype), requires_grad=False)]})
+    for _ in range(2):
+        (param.square().sum() * (1 + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(bool((each.float() == 1).all()) for each in frozen)
     optimizer.close()
+    return param.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("where", FROZEN_AT)
+def test_what_is_frozen_may_have_any_dtype(where: str, world_size: int) -> None:
+    dtypes = [torch.int8, torch.float64, torch.bool, torch.bfloat16]
+    for cls in CLASSES if where != "selective" else (zero_opt.CPUAdamW, torch.optim.AdamW):
+        beside, without = (run_processes(world_size, _with_frozen, cls, FROZEN_AT[where], of) for of in (dtypes, []))
+        assert_bitwise(beside, without, cls.__name__)
+
+
+def _thawed(rank: int, world_size: int, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    base, param = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False), nn.Parameter(torch.ones(6))
+    twin = nn.Parameter(torch.ones(6))
+    optimizer, plain = (zero_opt.ShardedOptimizer(of, cls, lr=0.1, **options) for of in ([base, param], [twin]))
+    for thawed in (False, True, False):
+        base.requires_grad_(thawed)
+        before = param.detach().clone()
+        loss = param.square().sum() * (1 + rank)
+        (loss + base.sum() if thawed else loss).backward()
+        if thawed:
+            with pytest.raises(zero_opt.UnsupportedParam, match=r"param(eter)? 0 .*(is|got) torch\.float64"):
+                optimizer.step()
+            optimizer.flush()
+            assert_bitwise(param.detach(), before)
+            assert bool((base == 1).all())
+        else:
+            optimizer.step()
+            (twin.square().sum() * (1 + rank)).backward()
+            plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert_bitwise(param.detach(), twin.detach())
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        assert optimizer.state_dict()["state"][1]["step"] == 2
+    optimizer.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("where", FROZEN_AT)
+def test_what_is_thawed_is_refused_on_every_rank_before_anything_changes(where: str, world_size: int) -> None:
+    run_processes(world_size, _thawed, zero_opt.CPUAdamW, FROZEN_AT[where])
+    if where in ("worker", "file", "selective"):  # elsewhere torch's class steps it
+        run_processes(world_size, _thawed, torch.optim.AdamW, FROZEN_AT[where])

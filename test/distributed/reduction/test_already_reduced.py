@@ -204,3 +204,39 @@ def _all_frozen(rank: int, world_size: int, offload: Any) -> list[torch.Tensor]:
 def test_a_model_that_is_frozen_is_stepped(offload: Any) -> None:
     for weight, plain_weight, bias, plain_bias in run_processes(2, _all_frozen, offload):
         assert_bitwise([weight, bias], [plain_weight, plain_bias])
+
+
+def _unfrozen_under_ddp(rank: int, world_size: int, cure: str) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(50, 9), torch.nn.Linear(9, 3))
+    model[0].requires_grad_(False)
+    hook = cure == "DDPHook"
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.Adam, reduction=zero_opt.DDPHook() if hook else zero_opt.AlreadyReduced()
+    )
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    if hook:
+        ddp.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    for step in range(5):  # each gradient has its turn
+        if step == 1:
+            model[0].requires_grad_()
+            ddp = DistributedDataParallel(model) if cure == "anew" else ddp
+        ddp(values(0, step, rank, 0, (4, 50))).square().sum().backward()
+        try:
+            optimizer.step()
+        except zero_opt.GradientConflict as error:
+            assert step > 0
+            return str(error)
+        optimizer.zero_grad()
+    weights = [torch.empty_like(model[0].weight) for _ in range(world_size)]
+    torch.distributed.all_gather(weights, model[0].weight.detach())
+    assert_bitwise(weights[0], weights[1])
+    optimizer.close()
+    return ""
+
+
+def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_noticed_and_the_advice_works() -> None:
+    """DDP reduces what was trainable when it was made."""
+    for message in run_processes(2, _unfrozen_under_ddp, "none"):
+        assert "unfrozen since, make it anew" in message
+    assert run_processes(2, _unfrozen_under_ddp, "anew") == ["", ""]
+    assert run_processes(2, _unfrozen_under_ddp, "DDPHook") == ["", ""]

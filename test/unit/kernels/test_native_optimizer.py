@@ -398,6 +398,27 @@ def test_a_split_master_at_a_tie_loads_into_an_fp32_one() -> None:
     assert torch.equal(whole.state_dict()["state"][0]["master"], split.state_dict()["state"][0]["master"])
 
 
+@pytest.mark.parametrize("cls", [CPUAdamW, CPUAdagrad, CPULion])
+def test_a_frozen_param_may_be_what_the_kernel_does_not_step_until_it_is_thawed(cls: Any) -> None:
+    frozen = [Parameter(torch.ones(4).to(dtype), requires_grad=False) for dtype in (torch.int8, torch.float64)]
+    if cls is not CPUAdagrad:  # torch's makes state of it, and cannot
+        frozen.append(Parameter(torch.ones(4).to_sparse(), requires_grad=False))
+    param, twin = Parameter(torch.ones(64)), Parameter(torch.ones(64))
+    optimizer, plain = cls([*frozen, param], lr=0.1), cls([twin], lr=0.1)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)]})
+    for _ in range(2):
+        param.grad, twin.grad = torch.ones(64), torch.ones(64)
+        optimizer.step()
+        plain.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_bitwise(param.detach(), twin.detach())
+    frozen[1].requires_grad_()
+    frozen[1].grad = torch.ones_like(frozen[1])
+    with pytest.raises(UnsupportedParam, match=r"param 1 of group 0 must be torch.float32, got torch.float64"):
+        optimizer.step()
+    assert_bitwise(param.detach(), twin.detach())
+
+
 def _tied(value: float) -> tuple[Parameter, CPUAdamW]:
     """A split master loaded at the tie between the bf16 numbers 1 and 1 + 2^-7; the param is loaded after it."""
     param = Parameter(torch.ones(64, dtype=torch.bfloat16))

@@ -273,6 +273,29 @@ def test_values_that_the_class_refuses_only_together_are_taken_if_a_step_does() 
             fitted({}, fresh.param_groups, [{**saved[0], key: value}], torch.optim.SGD, STRICT, {})
 
 
+def test_a_number_beside_a_tensor_in_one_tuple_is_taken_if_a_step_does() -> None:
+    def made() -> torch.optim.Optimizer:
+        betas = (torch.tensor(0.9), torch.tensor(0.99))
+        return torch.optim.AdamW([Parameter(torch.ones(3))], lr=torch.tensor(0.01), betas=betas, foreach=False)
+
+    optimizer = made()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    (saved,) = optimizer.state_dict()["param_groups"]
+    assert [type(beta) for beta in saved["betas"]] == [float, torch.Tensor]
+    _, (group,) = fitted({}, made().param_groups, [saved], torch.optim.AdamW, STRICT, {})
+    assert group["betas"] == saved["betas"]
+    for key, value in (
+        ("betas", (-0.5, torch.tensor(0.99))),
+        ("betas", (0.9, torch.tensor(1.5))),
+        ("betas", (0.9, torch.tensor([0.9, 0.9]))),
+        ("lr", -1.0),
+        ("lr", torch.tensor(-1.0)),
+        ("eps", -1.0),
+    ):
+        with pytest.raises(StateDictError, match="AdamW refuses param group 0"):
+            fitted({}, made().param_groups, [{**saved, key: value}], torch.optim.AdamW, STRICT, {})
+
+
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 

@@ -277,7 +277,7 @@ def test_classes_of_others() -> None:
         ((100, 2), {"device": "meta"}, ConfigError, "device"),
         ((100, 2, torch.optim.RMSprop), {"offload": zero_opt.WorkerOffload()}, UnsupportedOptimizer, "RMSprop"),
         (
-            ([torch.zeros(3, dtype=torch.float64)], 1),
+            ([torch.zeros(3, dtype=torch.float64, requires_grad=True)], 1),
             {"offload": zero_opt.WorkerOffload()},
             UnsupportedParam,
             "float64",

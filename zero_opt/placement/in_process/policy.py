@@ -49,15 +49,15 @@ class InProcessPolicy(SinglePlacePolicy[OffloadT]):
         """What is kept of a parameter that is stepped."""
 
     def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        params = [param for group in groups for param in group["params"]]
-        self._check_split_masters(params, describe)
+        self._check_trainable(groups, describe)
+        self.check_hypers(groups)
+
+    def check_param(self, param: Tensor, label: str) -> None:
+        super().check_param(param, label)
         cls = self.inputs.optimizer_class
         if self.inputs.is_native_class:  # a user's subclass steps by itself, and checks what it is given
             assert issubclass(cls, NativeOptimizer)
-            for index, param in enumerate(params):
-                if param.requires_grad:  # what is frozen is given no place
-                    cls.require_dtype(describe(index), param.dtype, self.form)
-        self.check_hypers(groups)
+            cls.require_dtype(label, param.dtype, self.form)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         cls = self.inputs.optimizer_class
@@ -161,11 +161,10 @@ class CPUPolicy(InProcessPolicy[CPUOffload]):
     def form(self) -> AdamState:
         return self.inputs.form_with_masters
 
-    def check(self, groups: Sequence[Mapping[str, Any]], describe: Callable[[int], str]) -> None:
-        super().check(groups, describe)
+    def check_param(self, param: Tensor, label: str) -> None:
+        super().check_param(param, label)
         if self.leaves_some:
-            params = [param for group in groups for param in group["params"]]
-            self._require_class_steps(params, describe, f"ratio={self.offload.ratio} may leave it", ", or ratio=1")
+            self._require_class_steps(param, label, f"ratio={self.offload.ratio} may leave it", ", or ratio=1")
 
     def build(self, group: Group) -> DevicePlacement:
         self.require_known_state()

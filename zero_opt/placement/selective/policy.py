@@ -17,7 +17,7 @@ from ...sharding.buckets import GradBucket
 from ...system.log import log
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..native_rules import ADAM_CLASSES, check_groups, check_params, check_state
+from ..native_rules import ADAM_CLASSES, check_groups, check_param, check_state
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
 from .columns import column_places, columns_of, is_matrix
 from .placement import SelectivePlacement, home_bucket
@@ -42,9 +42,8 @@ class SelectivePolicy(PlacementPolicy):
             raise ConfigConflict(
                 "CPUOffload.ratio and Selective both leave a part on the device: leave ratio 1 with it"
             )
-        self._require_class_steps(params, describe, "Selective leaves a part of it", "")
         check_groups("Selective", self.inputs.optimizer_class, groups, ADAM_CLASSES)
-        check_params("Selective", self.inputs.optimizer_class, params, describe)
+        self._check_trainable(groups, describe)
         self._inner.check(groups, describe)
         if self._inner.in_memory and all(param.device.type == "cpu" for param in params):
             log.warning(
@@ -52,6 +51,11 @@ class SelectivePolicy(PlacementPolicy):
                 "moves as many bytes there as it saves; leave selective out",
                 self._inner.name,
             )
+
+    def check_param(self, param: Tensor, label: str) -> None:
+        self._require_class_steps(param, label, "Selective leaves a part of it", "")
+        check_param("Selective", self.inputs.optimizer_class, param, label)
+        self._inner.check_param(param, label)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups, ADAM_CLASSES)
