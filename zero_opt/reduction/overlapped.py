@@ -417,11 +417,11 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._start_afresh(dropped)
 
     def _learn_order(self) -> None:
-        """Adopt rank 0's order of completion; buckets it did not see complete come last, in index order."""
+        """Adopt rank 0's order of completion, if it has had a backward; what it did not see complete comes last."""
         seen = self._completed or []
         mine = seen + [index for index in self._launch_order if index not in seen]
-        self._launch_order = self._parts.agreement.from_rank_0(mine)
-        self._completed = None
+        *order, backward = self._parts.agreement.from_rank_0([*mine, bool(self._synced)])
+        self._launch_order, self._completed = (order, None) if backward else (self._launch_order, [])
 
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""

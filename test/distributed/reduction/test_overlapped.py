@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
@@ -65,12 +67,18 @@ def test_the_size_of_buckets_changes_no_bit(world_size: int) -> None:
                     assert_bitwise(params, expected)
 
 
-def _arrived_at_launch(rank: int, world_size: int, steps: int) -> list[int]:
-    """How many gradients had arrived as each bucket left, in a backward after so many; the first layer comes last."""
+def _arrived_at_launch(rank: int, world_size: int, steps: int, *, resumed: bool = False) -> list[int]:
+    """How many gradients had arrived as each bucket left, in a backward after so many; the first layer comes last.
+
+    Args:
+        resumed: whether torch makes state first, by a step with zeros for gradients.
+    """
     model = _model()
     policy = zero_opt.Overlapped(0.1)
     model[0].requires_grad_(steps == 1)
     optimizer = zero_opt.ShardedOptimizer(_groups(model), torch.optim.AdamW, reduction=policy)
+    if resumed:
+        get_optimizer_state_dict(model, optimizer)
     for step in range(steps):
         _loss(model, step, rank).backward()
         model[0].requires_grad_(True)
@@ -102,6 +110,13 @@ def _arrived_at_launch(rank: int, world_size: int, steps: int) -> list[int]:
 def test_the_first_bucket_leaves_early_although_vectors_have_a_group_of_their_own() -> None:
     total = len(list(_model().parameters()))
     for launches in run_processes(2, _arrived_at_launch, 1):
+        assert launches[0] < total // 4
+        assert sum(arrived < total // 2 for arrived in launches) >= 2
+
+
+def test_the_order_of_buckets_is_that_of_a_backward_although_state_was_made_first() -> None:
+    total = len(list(_model().parameters()))
+    for launches in run_processes(2, partial(_arrived_at_launch, resumed=True), 1):
         assert launches[0] < total // 4
         assert sum(arrived < total // 2 for arrived in launches) >= 2
 
