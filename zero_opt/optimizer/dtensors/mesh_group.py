@@ -45,7 +45,7 @@ ANY = "another rank of the mesh"
 class _MeshWatch(CallWatch):
     """A watch of the calls over one mesh."""
 
-    timeout_option = Watch.timeout_option
+    timeout_option, once_ended = Watch.timeout_option, "restart all ranks from the last checkpoint"
 
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "every rank of the mesh must make that call"
@@ -103,6 +103,11 @@ class MeshGroup(Group):
         if self.watch is None and self._by_messages:
             self._introduce()
         return super().all_gather_bytes(payload, call, called)
+
+    @property
+    def call(self) -> str:
+        """The call, as messages name it, that ranks have last compared."""
+        return "" if self.watch is None else self.watch.call
 
     @contextlib.contextmanager
     def collective(self, call: str) -> Iterator[None]:
