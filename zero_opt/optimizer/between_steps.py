@@ -126,10 +126,12 @@ class BetweenSteps(Engine):
     def of_all_ranks(self) -> Iterator[None]:
         """See :class:`Engine`. Training goes on after an exception before the first message, so that this rank can
         repeat the call, and where the other ranks raise it too, or learn of it as of a step's failure."""
+        watch = self.group.watch
         calls, self._sends, self.group.told = self.group.calls, False, 0
         step = self.count.step  # of this call, also once the call has counted it
         try:
-            yield
+            with nullcontext() if watch is None else watch.naming_call():
+                yield
             self._told_pending = False
         except BaseException as error:
             self._told_pending |= isinstance(error, StepPending)
