@@ -168,3 +168,25 @@ def _class_fails(rank: int, world_size: int) -> str:
 
 def test_what_the_class_raises_after_the_message_of_the_norm_is_its_own() -> None:
     assert run_processes(2, _class_fails) == ["", "of the class"]
+
+
+def _in_construction(rank: int, world_size: int) -> list[str]:
+    """Interrupt the construction just after its first message, and construct again."""
+    net = sharded_net(mesh_of((world_size,)))
+    if rank:
+        original = MeshGroup.all_gather
+
+        def gathered(*given: Any) -> Any:
+            original(*given)
+            raise KeyboardInterrupt
+
+        MeshGroup.all_gather = gathered  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            sharded_optimizer(net)
+        MeshGroup.all_gather = original  # type: ignore[method-assign]
+    return [_lost(lambda: sharded_optimizer(net)) for _ in range(2)]
+
+
+def test_after_the_first_message_of_a_construction_every_rank_loses_the_mesh() -> None:
+    for lost in run_processes(2, _in_construction):
+        assert all(text != "nothing" for text in lost), lost
