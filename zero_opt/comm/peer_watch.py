@@ -92,6 +92,7 @@ class Watch:
         self._given_up: PeerSilent | None = None
         self._doubted, self._warned = -math.inf, -1  # when a rank has begun to ask; the last step that the log mentions
         self._together = self.overdue = False  # whether all ranks have come to this call
+        self._in_call = False  # whether this rank is within :meth:`naming_call`
         self._says_awaits: bool | None = None  # whether the others know that this rank waits for a message, if it does
         self._thread = SerialThread("zero_opt watch")
         self.posted = Posted(self.departures, rank, store, self._ask)
@@ -100,6 +101,16 @@ class Watch:
         """Note, for messages, the call that this rank begins; "" is a message in the middle of one."""
         if call:
             self.call, self._together = call, call == _MET
+
+    @contextlib.contextmanager
+    def naming_call(self) -> Iterator[None]:
+        """A context of a whole call: errors name it between its waits for all ranks too, but for a step."""
+        outer, self._in_call = self._in_call, True
+        try:
+            yield
+        finally:
+            self._in_call = outer
+            self._within *= outer
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective of all ranks, and return when it is over.
@@ -137,7 +148,7 @@ class Watch:
             self.interrupted(error)
             raise
         finally:
-            self._within = ""
+            self._within *= self._in_call
 
     def interrupted(self, error: BaseException, what: str = "") -> None:
         """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them.

@@ -69,6 +69,7 @@ _TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
 NEVER_SENT = (1 << 31) - 1
 # The absence of an error: rank, class, text, the meetings that are over with it, and the ranks that it gives up.
 _NO_ERROR = (None, "", "", (), ())
+AGAIN = "call it again on every rank, or restart all"
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
@@ -150,14 +151,13 @@ def require_still_alone() -> None:
         )
 
 
-def ended_by(error: BaseException, name: str, call: str) -> str:
+def ended_by(error: BaseException, name: str, call: str, then: str = AGAIN) -> str:
     """Return what other ranks are told once an exception has ended, on the rank of that name, a call outside of a step.
 
-    Args:
-        call: what the user has called, which can be repeated.
+    ``call``: what the user has called. ``then``: what to do about it.
     """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"an exception on {name} ({said}) has ended {call} there; call it again on every rank, or restart all"
+    return f"an exception on {name} ({said}) has ended {call} there; {then}"
 
 
 def try_connection(pg: Any, rank: int) -> None:

@@ -25,7 +25,7 @@ from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
 from .peer_watch import Watch
-from .rendezvous import Patience, ended_by
+from .rendezvous import AGAIN, Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
 _SAYING_S = 5.0
@@ -37,6 +37,7 @@ class CallWatch(Watch):
     """A watch of one call outside of training."""
 
     timeout_option = "init_process_group(timeout=...)"
+    once_ended = AGAIN  # what to do where an exception has ended the call
     require_connected: Callable[[], None] | None = None  # raises RuntimeError if a connection has ended
     _why = ""  # what the others are told of an exception here
     _tried_at = 0.0  # seconds of a wait after which connections were tried
@@ -78,7 +79,7 @@ class CallWatch(Watch):
         return super().silence(text, waited)
 
     def interrupted(self, error: BaseException, what: str = "") -> None:
-        self._why = ended_by(error, self.name([self._rank]), self.call)
+        self._why = ended_by(error, self.name([self._rank]), self.call, self.once_ended)
         super().interrupted(error, what)
 
     def _leave(self, text: str) -> PeerSilent:

@@ -123,16 +123,15 @@ class BetweenSteps(Engine):
         """Multiply the reduced gradients for GradScaler; return whether any rank found a non-finite one. Collective."""
 
     @contextmanager
-    def _of_all_ranks(self) -> Iterator[None]:
-        """A context of what every rank does. An exception that ends it on this rank alone is the end of training here.
-
-        It is not where the exception comes before the first message, so that this rank can repeat the call; nor where
-        the other ranks raise it too, or learn of it as of a step's failure.
-        """
+    def of_all_ranks(self) -> Iterator[None]:
+        """See :class:`Engine`. Training goes on after an exception before the first message, so that this rank can
+        repeat the call, and where the other ranks raise it too, or learn of it as of a step's failure."""
+        watch = self.group.watch
         calls, self._sends, self.group.told = self.group.calls, False, 0
         step = self.count.step  # of this call, also once the call has counted it
         try:
-            yield
+            with nullcontext() if watch is None else watch.naming_call():
+                yield
             self._told_pending = False
         except BaseException as error:
             self._told_pending |= isinstance(error, StepPending)
@@ -183,7 +182,7 @@ class BetweenSteps(Engine):
         user, config = self._user, self._config
         known: int | None = None
         try:
-            with self._of_all_ranks():
+            with self.of_all_ranks():
                 with self.agreement.together("add_param_group()"):
                     self._planner.planned.require()
                     if (conflict := self._changed_while_pending()) is not None:
@@ -259,7 +258,7 @@ class BetweenSteps(Engine):
 
     def flush(self, call: str = "flush()") -> None:
         self.placement.require_not_forked()
-        with self._of_all_ranks():
+        with self.of_all_ranks():
             self.gather.flush()
             if self._config.offload is not None:
                 with self._guard.telling_why():
@@ -349,13 +348,13 @@ class BetweenSteps(Engine):
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""
-        with self._of_all_ranks():
+        with self.of_all_ranks():
             self._complete_state("consolidate_state_dict()")
             self.parts.full.consolidate(to)
 
     def rows(self, *, compact: bool) -> StatesByIndex:
         """Return all state, pending step included, cut by rows over the ranks."""
-        with self._of_all_ranks():
+        with self.of_all_ranks():
             self._complete_state(f"sharded_state_dict({'compact=True' if compact else ''})")
             return self.parts.full.rows(compact=compact)
 
@@ -383,7 +382,7 @@ class BetweenSteps(Engine):
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         config, groups = self._config, self._user.param_groups
-        with self._of_all_ranks():
+        with self.of_all_ranks():
             with self.agreement.together("load_state_dict()"):
                 self._planner.planned.require()
                 self._parked.require_here()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigTypeError, StateDictError
+from ..field_checks import check_flag
 from ..kernels.adam_state import STORED_KEYS
 from ..kernels.functions import ADAM
 from ..placement.native_rules import COLUMN_KEYS
@@ -63,12 +64,15 @@ def sharded_state_dict(optimizer: ShardedOptimizer, *, compact: bool = False) ->
             :meth:`ShardedOptimizer.consolidate_state_dict`.
     """
     _check(optimizer)
-    return optimizer._with_hooks(partial(_state_by_rows, optimizer, compact=compact))
+    by_rows = partial(_state_by_rows, optimizer, compact=compact)
+    return optimizer._with_hooks(lambda: optimizer._to_save(by_rows))
 
 
 def _state_by_rows(optimizer: ShardedOptimizer, *, compact: bool) -> StateDict:
     """Return what :func:`sharded_state_dict` does, without hooks. Collective."""
-    state = optimizer._rows(compact=compact)
+    with optimizer._engine.together_on_meshes("sharded_state_dict()"):
+        check_flag("compact", compact)
+    state = optimizer._engine.rows(compact=compact)
     known = json.dumps([[index, sorted(map(str, entry))] for index, entry in sorted(state.items())])
     groups, orders = pack_groups(optimizer.param_groups), dict[int, list[int]]()
     params = _params_as_planned(optimizer)
@@ -108,11 +112,16 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
             :meth:`ShardedOptimizer.load_state_dict`.
     """
     _check(optimizer)
-    optimizer._require_open()
-    group, params = optimizer._group, _params_as_planned(optimizer)
+    optimizer.load_state_dict(optimizer._to_load(partial(_loadable, optimizer, state_dict)))
+
+
+def _loadable(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> StateDict:
+    """Return the state dict that :func:`load_sharded_state_dict` loads. Collective."""
+    group, params, call = optimizer._group, _params_as_planned(optimizer), "load_sharded_state_dict()"
     compared = dict(enumerate(params)) if _has_halves(state_dict) else {}
-    sums = optimizer._engine.sums(compared, "load_sharded_state_dict()")
-    saved = optimizer._checked_on_all(partial(_saved, optimizer, state_dict, sums))
+    sums = optimizer._engine.sums(compared, call)
+    with optimizer._engine.together_on_meshes(call):
+        saved = _saved(optimizer, state_dict, sums)
     state, failed = dict(saved["state"]), list[StateDictError]()
     for index, entry in saved["state"].items():
         if is_stored(entry):
@@ -121,7 +130,8 @@ def load_sharded_state_dict(optimizer: ShardedOptimizer, state_dict: Mapping[str
             except StateDictError as error:  # other ranks may go on with the next one, which is collective
                 failed.append(error)
     loaded = {**saved, "state": state}
-    optimizer.load_state_dict(optimizer._checked_on_all(partial(_fitting, optimizer, failed, loaded)))
+    with optimizer._engine.together_on_meshes(call):
+        return _fitting(optimizer, failed, loaded)
 
 
 def _fitting(optimizer: ShardedOptimizer, errors: Sequence[Exception], state_dict: StateDict) -> StateDict:

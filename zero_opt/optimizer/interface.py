@@ -136,6 +136,11 @@ class Engine(Protocol):
         """Count no ``zero_grad`` after the last step: ranks without inputs have called none. Collective."""
         return
 
+    def of_all_ranks(self) -> AbstractContextManager[None]:
+        """Return a context of what every rank does. An exception that ends it on this rank alone, once messages were
+        sent, is the end of training here."""
+        return nullcontext()
+
     def together(self, call: str) -> AbstractContextManager[None]:  # noqa: ARG002  (of the protocol)
         """Return a context that raises on all ranks, at its end, what fails within it on one."""
         return nullcontext()

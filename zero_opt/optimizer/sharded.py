@@ -88,7 +88,7 @@ class ShardedEngine(BetweenSteps):
             loss = closure() if closure is not None and error is None else None
         self.placement.loss = () if closure is None else (loss,)
         try:
-            with torch.no_grad(), self._of_all_ranks(), self.parts.figures.call():
+            with torch.no_grad(), self.of_all_ranks(), self.parts.figures.call():
                 keep_saved(self.parts.params)
                 self._update(*self.reduce(error=error))
                 self._end_figures()
@@ -380,7 +380,7 @@ class ShardedEngine(BetweenSteps):
             limit = check_max_norm(max_norm, "max_norm")
         except ZeroOptError as refused:
             error = error or refused
-        with self._of_all_ranks(), self.parts.figures.call():
+        with self.of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(limit, error=error)
             return self._clip(shards, limit, joint)
 
@@ -406,7 +406,7 @@ class ShardedEngine(BetweenSteps):
 
     @one_call("scaler.unscale_(opt)")
     def unscale(self, inv_scale: Tensor) -> bool:
-        with forgets_scaler(self._user), self._of_all_ranks(), self.parts.figures.call():
+        with forgets_scaler(self._user), self.of_all_ranks(), self.parts.figures.call():
             _, shards = self.reduce(unscale_by=float(inv_scale))
             finite = all_finite([grad for shard in shards for grad in shard.grads if grad is not None])
             self.reduction.scale(inv_scale)
@@ -459,7 +459,7 @@ class ShardedEngine(BetweenSteps):
         if not self.reduction.begun:  # what other ranks have in their sums is in those of this one, too
             self._drop_grads()
         try:
-            with self._of_all_ranks():
+            with self.of_all_ranks():
                 agreed, shards = self.reduce(absent=True)
                 while agreed.clip_to is not None:
                     self._clip(shards, agreed.clip_to)

@@ -17,7 +17,6 @@ from ..comm.beginning import Beginning
 from ..comm.groups import Group
 from ..comm.rendezvous import hosts_of, require_still_alone, resolve_group
 from ..errors import ConfigConflict, OptimizerClosed, ParamsReplaced, ZeroOptError, mib
-from ..field_checks import check_flag
 from ..placement import Offload, live_tensors
 from ..policies import Checks, MixedPrecision, Overlapped
 from ..reduction import ReductionPolicy
@@ -403,19 +402,18 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
     # -- for checkpoint.py, ddp_hook.py and torch ---------------------------------------------------------------------
 
     @one_call("load_sharded_state_dict()")
-    def _checked_on_all(self, make: Callable[[], StateDict]) -> StateDict:
-        """Return what ``make`` returns, or raise on all ranks what it raises on one. Collective."""
+    def _to_load(self, make: Callable[[], StateDict]) -> StateDict:
+        """Return what ``make`` returns, which is collective."""
         self._require_open()
-        with self._engine.together_on_meshes("load_sharded_state_dict()"):
+        with self._engine.of_all_ranks():
             return make()
 
     @one_call("sharded_state_dict()", replans=True)
-    def _rows(self, *, compact: bool) -> dict[int, dict[str, Any]]:
-        """Return all state by global parameter index in host memory, cut by rows over the ranks. Collective."""
+    def _to_save(self, make: Callable[[], StateDict]) -> StateDict:
+        """Return what ``make`` returns, which is collective."""
         self._require_open()
-        with self._engine.together_on_meshes("sharded_state_dict()"):
-            check_flag("compact", compact)
-        return self._engine.rows(compact=compact)
+        with self._engine.of_all_ranks():
+            return make()
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes this rank holds for the optimizer, by kind: ``grad_shards``, ``staging`` and ``state``.

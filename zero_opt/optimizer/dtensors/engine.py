@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,11 @@ from .mesh_params import MeshParams
 _BUCKET_MB = 1
 
 
+def _of_class(error: BaseException) -> bool:
+    """Return whether an error may be the wrapped class's, or a closure's, given that it is none of a message."""
+    return isinstance(error, Exception)
+
+
 class DTensorSingleRank(SingleRank):
     """The engine that has the wrapped class step the DTensors themselves.
 
@@ -40,6 +45,9 @@ class DTensorSingleRank(SingleRank):
     """
 
     _mesh: MeshParams
+
+    def of_all_ranks(self) -> AbstractContextManager[None]:
+        return self._mesh.of_all_ranks()
 
     def require_copyable(self) -> None:
         raise ConfigTypeError(
@@ -58,10 +66,12 @@ class DTensorSingleRank(SingleRank):
     ) -> Any:
         self._mesh.shards.require_sharded()
         self._mesh.forget()
-        return super().step(closure, options, error)
+        with self._mesh.of_all_ranks(_of_class):
+            return super().step(closure, options, error)
 
     def _share(self, params: Sequence[Tensor], limit: float) -> Share:
-        return self._mesh.norm_share(params, [local_grad(param) for param in params], limit)
+        with self.of_all_ranks():
+            return self._mesh.norm_share(params, [local_grad(param) for param in params], limit)
 
     def _scale(self, params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
         factor = clip_factor(norm, max_norm)
@@ -70,7 +80,7 @@ class DTensorSingleRank(SingleRank):
                 grad.mul_(factor.to(grad.device))
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
-        with self._mesh.clipping():
+        with self.of_all_ranks(), self._mesh.clipping():
             return super().clip(max_norm, joint, error)
 
     @property
@@ -79,7 +89,12 @@ class DTensorSingleRank(SingleRank):
 
     def consolidate(self, to: int) -> None:
         wrapped = self._current()
-        self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
+        with self.of_all_ranks():
+            self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
+
+    def load(self, state_dict: StateDict, *, strict: bool) -> None:
+        with self._mesh.of_all_ranks(_of_class):
+            super().load(state_dict, strict=strict)
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
@@ -97,7 +112,8 @@ class DTensorSingleRank(SingleRank):
         return {**state_dict, "state": self._mesh.full_state(state_dict["state"], wrapped.state)}
 
     def _in_form(self, state_dict: StateDict) -> StateDict:
-        return self._mesh.cut_state_dict(state_dict, self._current().param_groups)
+        with self.of_all_ranks():
+            return self._mesh.cut_state_dict(state_dict, self._current().param_groups)
 
 
 class DTensorEngine(ShardedEngine):
@@ -118,6 +134,11 @@ class DTensorEngine(ShardedEngine):
         else:
             self._view = LocalView(user)
         super().__init__(replace(config, reduction=reduction), groups, user, mesh, self._view)
+
+    @contextmanager
+    def of_all_ranks(self) -> Iterator[None]:
+        with self._mesh.of_all_ranks(lambda error: error is self._guard.failure), super().of_all_ranks():
+            yield
 
     def reduce(
         self,
@@ -150,7 +171,7 @@ class DTensorEngine(ShardedEngine):
             self._view.note_writes()
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
-        with self._mesh.clipping():
+        with self.of_all_ranks(), self._mesh.clipping():
             return super().clip(max_norm, joint, error)
 
     @property
@@ -192,8 +213,9 @@ class DTensorEngine(ShardedEngine):
             self.partition.flats[index].moved()  # state of a part that does not fit any more is no DTensor of the param
 
     def consolidate(self, to: int) -> None:
-        self._complete_state("consolidate_state_dict()")
-        self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
+        with self.of_all_ranks():
+            self._complete_state("consolidate_state_dict()")
+            self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
 
     def rows(self, *, compact: bool) -> StatesByIndex:
         if not (compact and is_compact(self._config.placement.inputs.form)):

@@ -34,6 +34,7 @@ from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
 from ...comm.transfers import Transfer, peer_lost
 from ...comm.waits_beside import SubmittedCall
+from ...errors import ZeroOptError
 from ...field_checks import waited_for
 from ...policies import Checks
 from ...system.background_thread import SerialThread
@@ -45,7 +46,7 @@ ANY = "another rank of the mesh"
 class _MeshWatch(CallWatch):
     """A watch of the calls over one mesh."""
 
-    timeout_option = Watch.timeout_option
+    timeout_option, once_ended = Watch.timeout_option, "restart all ranks from the last checkpoint"
 
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "every rank of the mesh must make that call"
@@ -101,8 +102,22 @@ class MeshGroup(Group):
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
         if self.watch is None and self._by_messages:
-            self._introduce()
+            try:
+                self._introduce()
+            except BaseException as error:
+                if not isinstance(error, ZeroOptError):  # what was sent would be read as a later call's
+                    _disconnect(self._device_mesh)
+                raise
         return super().all_gather_bytes(payload, call, called)
+
+    @property
+    def calls(self) -> int:
+        return 0 if self.watch is None else 1 + super().calls  # there was none for the first one
+
+    @property
+    def call(self) -> str:
+        """The call, as messages name it, that ranks have last compared."""
+        return "" if self.watch is None else self.watch.call
 
     @contextlib.contextmanager
     def collective(self, call: str) -> Iterator[None]:
@@ -130,6 +145,7 @@ class MeshGroup(Group):
         watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
         watch.departures.leave = partial(_disconnect, self._device_mesh)
         watch.posted.begin_ring()
+        watch.begin("ShardedOptimizer()")
         self.watch = watch
 
 

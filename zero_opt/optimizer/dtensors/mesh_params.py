@@ -112,6 +112,28 @@ class MeshParams:
         return max(self._groups.values(), key=lambda group: group.world_size)
 
     @contextmanager
+    def of_all_ranks(self, failed_here: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
+        """A context of a call of all ranks. An exception that ends it on this rank alone is the end of training here.
+
+        It is not where the exception comes before the first message, nor where the other ranks raise it too.
+
+        Args:
+            failed_here: whether an exception is a failure of what this rank does by itself, which ends no training.
+        """
+        sent = {group: group.calls for group in self._groups.values()}
+        for group in sent:
+            group.told = 0
+        try:
+            yield
+        except BaseException as error:
+            groups = [*self._groups.values()]
+            calls = [group.call for group in groups if group.calls > sent.get(group, 0)]
+            told = isinstance(error, ZeroOptError) or any(id(error) == group.told for group in groups)
+            for group in groups if calls and not told and not failed_here(error) else ():
+                group.leave_interrupted(error, calls[0])
+            raise
+
+    @contextmanager
     def clipping(self) -> Iterator[None]:
         """A context of ``clip_grad_norm_()``. Collective.
 
@@ -130,7 +152,8 @@ class MeshParams:
     def require_same_checks(self, config: Config) -> None:
         """Raise RankMismatch, on every rank of a mesh, if ranks differ in what makes a step collective. Collective."""
         told = {"max_grad_norm": config.max_grad_norm, "checks.nonfinite": config.checks.nonfinite}
-        self._compare("ShardedOptimizer()", told)
+        with self.of_all_ranks():
+            self._compare("ShardedOptimizer()", told)
 
     def norm_share(
         self,
