@@ -32,7 +32,7 @@ from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import INTERFACES, partners
-from .rendezvous import PAUSE_RANK_S, Meeting, Patience
+from .rendezvous import LOOK_AFTER_S, PAUSE_RANK_S, Meeting, Patience
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store
 from .store_keys import missing, values
 from .waits_beside import outcome, submitted
@@ -189,7 +189,18 @@ class Connecting(Meeting):
         return self.ask(values, store, keys)
 
     def _wait(self, done: Callable[[], bool], store: Any, keys: Sequence[str], look: Callable[[], None]) -> None:
-        if not until(done, self.patience_s, lambda _: look(), PAUSE_RANK_S * self._world_size):
+        due = LOOK_AFTER_S
+
+        def look_around(waited: float) -> None:
+            nonlocal due
+            look()
+            if waited >= due:
+                due = 2 * waited
+                if (lost := self.lost()) is not None:
+                    self.look()  # it may have ended because of another, which it has told before
+                    raise lost
+
+        if not until(done, self.patience_s, look_around, PAUSE_RANK_S * self._world_size):
             late = [key.rpartition("/")[2] for key in missing(partial(self.ask, store.check), keys)]
             if not late:  # the last has come since
                 return
@@ -284,7 +295,7 @@ def made_by_all(connecting: Connecting) -> Iterator[list[Any]]:
 def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
     """Return what an error while groups are made means: another rank's error, if that came first, else this one's."""
     if isinstance(error, ZeroOptError) or not isinstance(error, (RuntimeError, MemoryError, OSError)):
-        return error
+        return connecting.meaning(error)
     text = first_line(error)
     limit = THREAD_LIMIT if any(sign in text for sign in _NO_THREAD) else limit_in(text)
     broken = limit is None and any(sign in text for sign in _BROKEN)
@@ -292,7 +303,9 @@ def _meaning_of(error: BaseException, connecting: Connecting) -> BaseException:
         try:
             until(lambda: False, _FOUND_S if broken else 0.0, lambda _: connecting.look())
         except ZeroOptError as elsewhere:
-            return elsewhere
+            return connecting.meaning(elsewhere)
+    if broken and (lost := connecting.lost()) is not None:
+        return lost
     if limit is not None:
         return OutOfResources(f"cannot connect to the other ranks; raise the limit of {limit} ({text})")
     if broken and connecting.several_hosts and any(sign in text for sign in _LOOPBACK):

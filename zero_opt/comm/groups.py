@@ -39,10 +39,10 @@ from .device_backends import Stages, abort_device_backend, add_device_backend, b
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
 from .peer_watch import Watch
-from .rendezvous import NEVER_SENT, Patience, require_same, try_connection
+from .rendezvous import Patience, require_same
 from .stops import Stops
 from .store import c10d
-from .transfers import Message, Transfer, peer_lost
+from .transfers import NEVER_SENT, Message, Transfer, peer_lost, try_connection
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.

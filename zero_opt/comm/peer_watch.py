@@ -68,9 +68,11 @@ class Watch:
         awaited: the rank whose message an exchange has last waited for.
         posted: the departures in the store. timeout_option: what users write to bound a wait.
         mark_after_s: seconds after which :meth:`mark` is due. overdue: whether the backend is stuck in a wait.
+        gone: returns the ranks that have ended their connections of the user's group, as far as is known.
     """
 
     timeout_option = "checks=Checks(timeout=...)"
+    gone: Callable[[], list[int]] = list
 
     def __init__(
         self, store: Any, rank: int, processes: Sequence[ProcessIdentity], timeouts: tuple[float, float]
@@ -380,7 +382,7 @@ class Watch:
             text: the backend's words. ask: asks that rank by way of others whether it lives, if there are others.
         """
         self.posted.read()
-        if not self.departures.serves(rank):
+        if not self.departures.serves(rank) or self._rank in self.departures.silent:  # the others have gone on
             self.departures.leave()
             return
         closes_s = _CLOSING_S if network_failed(text) else _ENDING_S
@@ -423,6 +425,7 @@ class Watch:
         if self._given_up is not None:  # by another wait of this call, since no later one begins
             return PeerSilent(str(self._given_up))
         begun, patience_s = time.monotonic(), self._news_s if patience_s is None else patience_s
+        ask_at = 0.0
         while True:
             ended = self.ended(waiting)  # a rank that has ended because of another has put that into the store before
             self.posted.read()
@@ -434,7 +437,23 @@ class Watch:
             answered = not more or time.monotonic() - self._doubted >= self._news_s
             if answered and waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
                 return self._stopped_error() if call is None and timed_out(text) else None
+            if waited >= ask_at:  # soon and often, before others end because of it
+                ask_at = 2 * waited
+                self._notice_gone(text)
             time.sleep(0.01)
+
+    def _notice_gone(self, text: str) -> None:
+        """Notice the rank that is lost, once a connection has broken, where no ring tells of it.
+
+        Args:
+            text: the backend's words.
+        """
+        silent = not text or timed_out(text) or self.departures.news
+        if silent or len(gone := self.gone()) != 1:
+            return
+        self.posted.read()  # a rank that has ended because of another has put that into the store before
+        if not self.departures.silent and next(iter(self.departures), None) is None:
+            self.departures.notice(Departure(gone[0], How.LOST))
 
     def _stopped_error(self) -> PeerSilent | None:
         """Return the error about ranks of this host that are stopped, once a wait for some rank has timed out."""

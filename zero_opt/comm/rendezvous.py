@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,11 +41,9 @@ from ..errors import (
     error_of_rank,
     name_and_text,
 )
-from ..system.devices import HOST
-from ..system.interrupts import by_handler
 from ..system.log import log
 from ..system.waiting import until
-from .backend_errors import closed_by_timeout, first_line
+from .backend_errors import aside, closed_by_timeout
 from .departures import How, rank_name
 from .keepalive import HostLimits
 from .meeting_places import CAME, COUNT, FAILED, Key, meeting_place, next_open, where_ranks_wait
@@ -55,18 +52,18 @@ from .process_identity import ProcessIdentity
 from .stops import WARN_AFTER_S, Stops
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
 from .store_keys import missing, values
+from .user_connections import broken_connections, ranks_gone
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 PAUSE_RANK_S = 0.002
 # Of ranks that have not come, a look asks so many for where they are; ranks and looks take turns over them.
 _ASKED = 8
 # A rank looks around for the first time after so long; looks are then further and further apart.
-_LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
+LOOK_AFTER_S, _LOOK_APART_S, _LOOK_APART_MOST_S = 1.0, 0.25, 10.0
 # Many ranks of a host look: they are apart so many times as long as the last one took, too, but no longer than this.
 _TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
-# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
-# not fit its receiver.
-NEVER_SENT = (1 << 31) - 1
+# How long after the store's connection that to the rank which serves it may break.
+_STORE_LOST_S = 1.0
 # The absence of an error: rank, class, text, the meetings that are over with it, and the ranks that it gives up.
 _NO_ERROR = (None, "", "", (), ())
 AGAIN = "call it again on every rank, or restart all"
@@ -160,14 +157,6 @@ def ended_by(error: BaseException, name: str, call: str, then: str = AGAIN) -> s
     return f"an exception on {name} ({said}) has ended {call} there; {then}"
 
 
-def try_connection(pg: Any, rank: int) -> None:
-    """Raise gloo's RuntimeError if the connection to a rank has ended: gloo refuses at once to receive over it.
-
-    Where the connection holds, what is received here never comes.
-    """
-    pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
-
-
 def meetings_counted() -> dict[Key, int]:
     """Return in how many meetings of each group this rank has taken part, of groups of the default store."""
     return dict(_met.get(c10d._get_default_store(), {})) if dist.is_initialized() else {}
@@ -215,7 +204,7 @@ class Meeting:
         self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
         self._met = _met.setdefault(c10d._get_default_store(), Counter())
         self.rank, self.ask, self._next = dist.get_rank(parent), StoreCalls(), (0, False)
-        self._due, self._looks, self._warned = _LOOK_AFTER_S, 0, False
+        self._due, self._looks, self._warned = LOOK_AFTER_S, 0, False
         self._begin(self._met[self._key])
 
     def _begin(self, number: int) -> None:
@@ -248,10 +237,12 @@ class Meeting:
                     "longer with init_process_group(timeout=...)"
                 )
         except BaseException as error:
-            self.leave(error)
+            self.leave(meaning := self.meaning(error))
+            if meaning is not error:
+                raise meaning from error
             raise
         finally:
-            if self._due > _LOOK_AFTER_S:  # others know where this rank has waited
+            if self._due > LOOK_AFTER_S:  # others know where this rank has waited
                 with contextlib.suppress(*STORE_ERRORS):
                     self.ask(where_ranks_wait().set, str(dist.get_rank()), "")
             if not met:
@@ -346,6 +337,7 @@ class Meeting:
             timeouts = self._patience.timeout_s, self._patience.hang_timeout_s
             store, build = default_store(f"{name}/watch"), self._patience.watch
             self.name, self.watch = name, build(store, self.rank, ranks, timeouts)
+            self.watch.gone = partial(ranks_gone, self._parent)
             _watches.setdefault(c10d._get_default_store(), weakref.WeakKeyDictionary())[self.watch] = self._key[1]
             default_store(name).set(f"seen/{self.rank}", "")
             default_store(name).add(COUNT, 1)
@@ -453,27 +445,30 @@ class Meeting:
 
     def _broken(self) -> PeerLost | None:
         """Return the error about a rank to which the user's group has no connection any more, if there is one."""
-        parent = self._parent()  # not kept, as a group does not: the meeting of an optimizer's groups lives as they do
-        if parent is None:
-            return None
-        try:
-            backend = parent._get_backend(HOST)
-        except RuntimeError:  # it carries accelerator tensors alone
-            return None
-        if type(backend).__name__ != "ProcessGroupGloo" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
-            return None
-        for rank in (rank for rank in range(len(self._key[1])) if rank != self.rank):
-            try:
-                try_connection(parent, rank)
-            except RuntimeError as error:
-                if by_handler(error):
-                    raise
-                text, name, call = first_line(error), self._name(rank), self._call
-                how = f"{name} has ended, or its host does not answer, while another waited for it in {call}"
-                if closed_by_timeout(text):  # the connection is gone, and the rank may be there
-                    how = f"a call of the process group has waited too long for {name}, and {call} needs it"
-                return PeerLost(f"{how}; look at its log, and restart all ranks ({text})")
+        for rank, text in broken_connections(self._parent):
+            if closed_by_timeout(text):  # the connection is gone, and the rank may be there
+                how = f"a call of the process group has waited too long for {self._name(rank)}, and {self._call} needs"
+                return PeerLost(f"{how} it; look at its log, and restart all ranks ({text})")
+            return PeerLost(self._lost_in_call(rank, text))
         return None
+
+    def meaning(self, error: BaseException) -> BaseException:
+        """Return what ends this rank's part: the loss of a rank, where the store has failed and that tells why."""
+        return (self.lost(_STORE_LOST_S) if is_of_store(error) else None) or error
+
+    def lost(self, seconds: float = 0.0) -> PeerLost | None:
+        """Return the error about the one rank that has ended its connections of the user's group within seconds."""
+        gone = list[int]()
+
+        def one() -> bool:
+            gone[:] = ranks_gone(self._parent)
+            return len(gone) == 1
+
+        return PeerLost(self._lost_in_call(gone[0])) if until(one, seconds) else None
+
+    def _lost_in_call(self, rank: int, text: str = "") -> str:
+        how = f"{self._name(rank)} has ended, or its host does not answer, while another waited for it in {self._call}"
+        return f"{how}; look at its log, and restart all ranks{aside(text)}"
 
     def _name(self, rank: int) -> str:
         return rank_name(rank, self._key[1][rank])

@@ -91,6 +91,7 @@ class CallWatch(Watch):
         text = first_line(error)
         if timed_out(text):
             return super()._explain_error(error, waited)
+        self.posted.end_ring()  # what others have noticed is in the store, for which one that ends may not wait
         known = self.explain(text, self._entered)
         if known is not None:
             return known
@@ -114,6 +115,9 @@ class CallWatch(Watch):
         """
         end = time.monotonic() + _SAYING_S
         while True:
+            self.posted.read()
+            if (departure := self.departures.first(None)) is not None:  # a rank of its host has seen it
+                return self._leave_departed(departure, text)
             said: dict[int, str] = self._ask(self._said) or {}
             why = next(filter(None, said.values()), None)
             if why is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 # Messages under way at a time.
 _WINDOW = 8
+# A tag that no message has. All tags of messages are lower, since a backend may abort the process where a message does
+# not fit its receiver.
+NEVER_SENT = (1 << 31) - 1
+
+
+def try_connection(pg: Any, rank: int) -> None:
+    """Raise gloo's RuntimeError if the connection to a rank has ended: gloo refuses at once to receive over it.
+
+    Where the connection holds, what is received here never comes.
+    """
+    pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
 
 
 class Transfer:

@@ -33,7 +33,7 @@ def _alone(call: str, absent: str) -> None:
     """Call where the ranks that are named do not, and give up soon."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (groups, short_lived):
-            patch.setattr(module, "group_timeout_s", lambda _: 2.0 * rendezvous._LOOK_AFTER_S)
+            patch.setattr(module, "group_timeout_s", lambda _: 2.0 * rendezvous.LOOK_AFTER_S)
         with pytest.raises(zero_opt.PeerSilent, match=rf"{absent} did not come to "):
             CALLS[call]()
 
@@ -89,7 +89,7 @@ def _alone_or_told(rank: int) -> None:
     """Rank 0 gives up first, and rank 1 hears of it."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(groups, "group_timeout_s", lambda _: 2.0 * rendezvous._LOOK_AFTER_S)
+            patch.setattr(groups, "group_timeout_s", lambda _: 2.0 * rendezvous.LOOK_AFTER_S)
         _construct()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import meeting_places, rendezvous, store
+from zero_opt.comm import meeting_places, process_identity, rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
@@ -67,7 +67,7 @@ def _wrong_in_turn(rank: int, world_size: int) -> tuple[list[tuple[str, str]], T
         found.append(_refused("gloo" if rank == wrong else None))
         _train(None, rank)
     if rank == 0:
-        time.sleep(rendezvous._LOOK_AFTER_S + 0.2)
+        time.sleep(rendezvous.LOOK_AFTER_S + 0.2)
     found.append(_refused("gloo" if rank == 1 else None))
     _refused("nccl")
     return found, _afterwards(rank, world_size)
@@ -126,7 +126,7 @@ def test_ranks_in_different_groups_are_told_which() -> None:
 def _one_is_late(rank: int, world_size: int) -> Tensor:
     """Longer than the first looks are apart."""
     if rank:
-        time.sleep(rendezvous._LOOK_AFTER_S + 4 * rendezvous._LOOK_APART_S)
+        time.sleep(rendezvous.LOOK_AFTER_S + 4 * rendezvous._LOOK_APART_S)
     return _train(None, rank)
 
 
@@ -288,8 +288,10 @@ def test_an_optimizer_that_was_constructed_before_the_process_group_takes_no_ste
 # -- ranks that are stopped, or end -----------------------------------------------------------------------------------
 
 
-def _strikes_itself(rank: int, world_size: int, number: int, place: str) -> Any:
+def _strikes_itself(rank: int, world_size: int, number: int, place: str, apart: bool = False) -> Any:
     """Rank 1 does while it waits for rank 2, which comes then; as the others connect to it, have done so, or wait."""
+    if apart:
+        process_identity.host_if_known = lambda: f"host {rank}"  # type: ignore[attr-defined]
     folder = dist.distributed_c10d._get_default_store()
     if rank == 1:
 
@@ -334,9 +336,10 @@ def test_a_rank_that_is_stopped_in_construction_is_named_after_hang_timeout(plac
     assert re.match(r"(rank \d has|the other ranks have) given up waiting for this one", text), text
 
 
-@pytest.mark.parametrize("place", ["before it comes", "_look_around", "wait", "meet"])
-def test_a_rank_that_is_killed_in_construction_is_named(place: str) -> None:
-    ranks = 3, _strikes_itself, signal.SIGKILL, place
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("place", ["before it comes", "_look_around", "wait", "meet", "all_gather"])
+def test_a_rank_that_is_killed_in_construction_is_named(place: str, apart: bool) -> None:
+    ranks = 3, _strikes_itself, signal.SIGKILL, place, apart
     first, _, last = run_processes(*ranks, expect_errors=True)
     for name, text in (first, last):
         assert name == "PeerLost", text

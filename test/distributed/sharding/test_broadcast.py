@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes, run_threads
-from zero_opt.comm import process_identity, short_lived
+from zero_opt.comm import process_identity, rendezvous, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.errors import ConfigError, ConfigTypeError, PeerLost, RankMismatch, UnsupportedParam, ZeroOptError
 from zero_opt.policies import Checks
@@ -151,6 +151,38 @@ def test_a_killed_rank_is_named(world_size: int, near: bool, where: str) -> None
     within = rf"rank {world_size - 1} (\(pid \d+\) )?has ended(, or its host does not answer,)? while broadcast_params"
     for name, text, _ in _said_by_others(world_size, "killed", where, near):
         assert name == "PeerLost" and re.match(f"{killed}|{within}", text), text
+
+
+def _once_another_leaves(watch: short_lived.CallWatch, error: RuntimeError, waited: float) -> PeerLost | None:
+    """Explain an error once rank 2 has left, without knowing why."""
+    assert until(lambda: bool(watch._store.check(["left/2"])), PATIENCE_S)
+    return _EXPLAIN(watch, error, waited)
+
+
+_EXPLAIN = short_lived.CallWatch._explain_error
+
+
+def _where_one_knows(rank: int, world_size: int, lost: int) -> str:
+    """Rank 2, on another host, cannot tell which of the other two is killed, and the one that lives can."""
+    process_identity.host_if_known = lambda: f"host {rank // 2}"  # type: ignore[attr-defined]
+    rendezvous.ranks_gone = lambda _: []  # as of a process group that is not gloo's
+    short_lived._SAYING_S = 60.0
+    if rank == 1 - lost:
+        short_lived.CallWatch._explain_error = _once_another_leaves  # type: ignore[method-assign,assignment]
+    model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(4)))
+    if rank == lost:
+        _ends_in_it("killed", "within")
+    with pytest.raises(PeerLost) as caught:
+        broadcast_params(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named_on_other_hosts_where_one_of_its_own_knows(lost: int) -> None:
+    found = run_processes(3, _where_one_knows, lost, expect_errors=True)
+    on_its_host, elsewhere = found[1 - lost], found[2]
+    assert re.match(rf"rank {lost} \(pid \d+\) has ended while broadcast_params\(\) waits", on_its_host), on_its_host
+    assert elsewhere.startswith(f"rank {lost} has ended, or its host does not answer, while broadcast_params()")
 
 
 def _beside_a_stopped_and_a_killed_one(rank: int, world_size: int) -> tuple[str, str]:

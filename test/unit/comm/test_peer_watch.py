@@ -341,6 +341,21 @@ def test_what_ends_no_training_is_not_in_the_store(three: tuple[list[Watch], set
     assert [(each.rank, each.how, each.from_rank) for each in watches[1].departures] == [(2, How.LOST, 0)]
 
 
+def test_a_rank_that_was_given_up_says_of_none_that_it_has_ended_as_connections_break() -> None:
+    store, processes = HashStore(), [ProcessIdentity(f"host {rank // 2}", rank, 1) for rank in range(3)]
+    first, _, last = watches = [Watch(store, rank, processes, (60.0, 30.0)) for rank in range(3)]
+    for watch in watches:
+        watch.posted.begin_ring()
+    first.departures.notice(Departure(2, How.SILENT))
+    last.posted.end_ring()
+    last.leave_broken(1, "Connection closed by peer [127.0.0.1]:4321", None)
+    assert list(last.departures) == []
+    said = str(last._explain_error(RuntimeError("Connection closed by peer [127.0.0.1]:4321"), 0.0))
+    assert said.startswith("the other ranks have given up waiting for this one, before step 0"), said
+    for watch in watches:
+        watch.close()
+
+
 def test_a_watch_that_is_closed_asks_nothing() -> None:
     store = _CountedStore(HashStore())
     watch = Watch(store, 0, [ProcessIdentity("host", rank, rank) for rank in range(2)], (60.0, 30.0))

@@ -29,10 +29,9 @@ from ...comm.groups import INLINE_BYTES, ROUNDS, Group
 from ...comm.lazy_gloo import all_gather, swaps
 from ...comm.peer_watch import Watch
 from ...comm.process_identity import ProcessIdentity
-from ...comm.rendezvous import NEVER_SENT
 from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
-from ...comm.transfers import Transfer, peer_lost
+from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
 from ...comm.waits_beside import SubmittedCall
 from ...errors import ZeroOptError
 from ...field_checks import waited_for
