@@ -112,7 +112,7 @@ class Watch:
             yield
         finally:
             self._in_call = outer
-            self._within *= outer
+            self._end_wait()
 
     def wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective of all ranks, and return when it is over.
@@ -150,7 +150,11 @@ class Watch:
             self.interrupted(error)
             raise
         finally:
-            self._within *= self._in_call
+            self._end_wait()
+
+    def _end_wait(self) -> None:
+        if not self._in_call:
+            self._within = ""
 
     def interrupted(self, error: BaseException, what: str = "") -> None:
         """Leave training, once what the other ranks do not know of has ended ``what`` they share here; tell them.
@@ -448,8 +452,7 @@ class Watch:
         Args:
             text: the backend's words.
         """
-        silent = not text or timed_out(text) or self.departures.news
-        if silent or len(gone := self.gone()) != 1:
+        if not text or timed_out(text) or self.departures.news or len(gone := self.gone()) != 1:
             return
         self.posted.read()  # a rank that has ended because of another has put that into the store before
         if not self.departures.silent and next(iter(self.departures), None) is None:
