@@ -38,7 +38,7 @@ def not_reduced(label: str, step: int, param: Tensor) -> GradientConflict:
         advice = (
             "run the last backward of each step outside ddp.no_sync(); if parameters get no gradient, or were frozen "
             "after DistributedDataParallel was made, pass find_unused_parameters=True to it; and if they were frozen "
-            "when it was made, and unfrozen since, make it anew: it reduces what was trainable then alone"
+            "when it was made, and unfrozen since, make it anew: it reduces only what was trainable when it was made"
         )
     if _is_ignored(param):
         advice = (

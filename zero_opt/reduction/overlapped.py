@@ -64,18 +64,15 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._hooks = ArrivalHooks(self._arrived)
         self._passes = BackwardPasses(self._hooks)
         self._squares: list[ShardSquares] = []
-        self._matching = RoundMatching(parts)
-        self._lock = threading.RLock()
-        self._sync = True
-        self._places = GradPlaces()
+        self._matching, self._lock = RoundMatching(parts), threading.RLock()
+        self._sync, self._places = True, GradPlaces()
         self._owned: set[int] = set()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
         self._launch_order, self._active = list[int](), list[int]()
         self._collecting = False  # from send_rest() to the end of collect(), between which ranks may plan more buckets
         self._completed: list[int] | None = []
-        self._planned_in_step = False
-        self._spoiled = False
+        self._planned_in_step = self._made_state = self._spoiled = False
         self._forget_rounds()
         self._forget_backwards()
 
@@ -417,11 +414,13 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._start_afresh(dropped)
 
     def _learn_order(self) -> None:
-        """Adopt rank 0's order of completion, if it has had a backward; what it did not see complete comes last."""
-        seen = self._completed or []
-        mine = seen + [index for index in self._launch_order if index not in seen]
+        """Adopt rank 0's order of completion; not after one step without a backward, by which torch makes state."""
+        mine = [*dict.fromkeys([*(self._completed or []), *self._launch_order])]
         *order, backward = self._parts.agreement.from_rank_0([*mine, bool(self._synced)])
-        self._launch_order, self._completed = (order, None) if backward else (self._launch_order, [])
+        if backward or self._made_state:
+            self._launch_order, self._completed = order, None
+        else:
+            self._completed, self._made_state = [], True
 
     def _show_used(self, used: int) -> None:
         """Make ``p.grad`` say what the shards hold: a parameter used on any rank has a gradient on all."""

@@ -32,11 +32,6 @@ from .mesh_params import MeshParams
 _BUCKET_MB = 1
 
 
-def _of_class(error: BaseException) -> bool:
-    """Return whether an error may be the wrapped class's, or a closure's, given that it is none of a message."""
-    return isinstance(error, Exception)
-
-
 class DTensorSingleRank(SingleRank):
     """The engine that has the wrapped class step the DTensors themselves.
 
@@ -66,8 +61,7 @@ class DTensorSingleRank(SingleRank):
     ) -> Any:
         self._mesh.shards.require_sharded()
         self._mesh.forget()
-        with self._mesh.of_all_ranks(_of_class):
-            return super().step(closure, options, error)
+        return super().step(closure, options, error)
 
     def _share(self, params: Sequence[Tensor], limit: float) -> Share:
         with self.of_all_ranks():
@@ -92,9 +86,9 @@ class DTensorSingleRank(SingleRank):
         with self.of_all_ranks():
             self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
 
-    def load(self, state_dict: StateDict, *, strict: bool) -> None:
-        with self._mesh.of_all_ranks(_of_class):
-            super().load(state_dict, strict=strict)
+    def rows(self, *, compact: bool) -> StatesByIndex:
+        with self.together_on_meshes("sharded_state_dict()"):  # the wrapped class may raise what it likes
+            return super().rows(compact=compact)
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)

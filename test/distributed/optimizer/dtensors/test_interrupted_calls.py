@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -143,12 +144,20 @@ def test_before_the_first_message_a_call_can_be_repeated(engine: str) -> None:
 
 
 class _Failing(torch.optim.SGD):
-    """Its second step fails on rank 1."""
+    """Its second step fails on rank 1, its second ``state_dict()`` on all."""
+
+    saved = 0
 
     def step(self, closure: Any = None) -> Any:
         if dist.get_rank() and self.state:
             raise ValueError("of the class")
         return super().step(closure)
+
+    def state_dict(self) -> Any:
+        self.saved += 1
+        if self.saved == 2:
+            raise ValueError("of the class")
+        return super().state_dict()
 
 
 def _class_fails(rank: int, world_size: int) -> str:
@@ -168,6 +177,47 @@ def _class_fails(rank: int, world_size: int) -> str:
 
 def test_what_the_class_raises_after_the_message_of_the_norm_is_its_own() -> None:
     assert run_processes(2, _class_fails) == ["", "of the class"]
+
+
+def _state_fails(rank: int, world_size: int) -> tuple[str, int]:
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, _Failing, lr=0.1, momentum=0.9)
+    found, said = [zero_opt.sharded_state_dict(optimizer)], ""
+    try:
+        found.append(zero_opt.sharded_state_dict(optimizer))
+    except (ValueError, zero_opt.ZeroOptError) as error:
+        said = str(error)
+    backward(net, 0, rank)
+    found.append(zero_opt.sharded_state_dict(optimizer))
+    return said, len(found)
+
+
+def test_what_the_class_raises_as_it_gives_its_state_ends_no_training() -> None:
+    assert run_processes(2, _state_fails) == [("of the class", 2), ("rank 0: of the class (ValueError)", 2)]
+
+
+def _closure_is_interrupted(rank: int, world_size: int) -> int:
+    """A clip within the closure is over on all ranks as Ctrl-C comes on one."""
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net)
+
+    def closure() -> float:
+        backward(net, 0, rank)
+        optimizer.clip_grad_norm_(1.0)
+        if rank:
+            raise KeyboardInterrupt
+        return 0.0
+
+    with contextlib.suppress(KeyboardInterrupt):
+        optimizer.step(closure)
+    backward(net, 1, rank)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    return int(optimizer.stats()["steps"])
+
+
+def test_a_closure_that_is_interrupted_between_two_calls_leaves_the_others_alone() -> None:
+    assert run_processes(2, _closure_is_interrupted) == [2, 1]
 
 
 def _in_construction(rank: int, world_size: int) -> list[str]:
