@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ConfigTypeError, StateDictError, StateDictTypeError, UnsupportedParam
 from ..system.extension import native
-from ..system.saved_tensors import keep_saved
+from ..system.saved_tensors import copies_saved, keep_saved
 from .checks import DTYPE_NAMES, FLOAT32, GRAD_DTYPES, check_reach, check_tensor, has_order, storage_order
 
 BLOCK_NUMEL = 64  # kCutNumel of native/kernels/kernels.hpp
@@ -178,7 +178,8 @@ def step_runs(
             addresses = [run.grad.data_ptr() for run in runs if run.grad is not None]
             calls.append((hypers, [run.run for run in runs], addresses))
             stepped += runs
-    keep_saved(tensor for run in stepped for tensor in run.written)
+    if copies_saved():
+        keep_saved([tensor for run in stepped for tensor in run.written])
     nonfinite = native.update_step(calls, threads=threads, flush_denormals=flush_denormals, isa=isa)
     note_written([tensor for run in stepped for tensor in run.finish()])
     return nonfinite

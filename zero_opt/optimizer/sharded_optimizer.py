@@ -290,7 +290,7 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
         """
         self._require_open()
         with torch.no_grad():
-            keep_saved(param for group in self.param_groups for param in group["params"])
+            keep_saved(params_of(self.param_groups))
             self._engine.flush()
 
     @one_call("opt.offload_state()")

@@ -358,7 +358,8 @@ def _completed(
     try:
         trial = trial_of(cls, hypers, own, torch.zeros(2, 2, device=device, dtype=torch.float32))
         needed = trial.hypers
-        trial.optimizer.load_state_dict({"state": {}, "param_groups": [{**hypers, "params": [0]}]})
+        own_state = trial.optimizer.state_dict()["state"]  # a class may make it in its constructor alone
+        trial.optimizer.load_state_dict({"state": own_state, "param_groups": [{**hypers, "params": [0]}]})
         completed = trial.hypers
         missing = [key for key in needed if key not in completed]
         trial.step((lambda: 0.0) if needs_closure(cls) else None)  # a class may do without a key

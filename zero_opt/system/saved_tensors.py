@@ -28,10 +28,15 @@ def _operation() -> tuple[Callable[[list[Tensor]], None], Any]:
     return torch.ops.zero_opt.will_write.default, library
 
 
-def keep_saved(tensors: Iterable[Tensor]) -> None:
-    """Let torch copy what a graph has saved of these tensors, where this thread has asked it to; else takes 0.1 us."""
+def copies_saved() -> bool:
+    """Return whether torch copies, on this thread, what a graph has saved before that is written to. Takes 0.1 us."""
     if not torch._C._len_torch_dispatch_stack():
-        return
-    if any(isinstance(mode, _CopiesSaved) for mode in _get_current_dispatch_mode_stack()):
+        return False
+    return any(isinstance(mode, _CopiesSaved) for mode in _get_current_dispatch_mode_stack())
+
+
+def keep_saved(tensors: Iterable[Tensor]) -> None:
+    """Let torch copy what a graph has saved of these tensors, if it does so on this thread."""
+    if copies_saved():
         plain = Tensor.__torch_dispatch__
         _operation()[0]([tensor for tensor in tensors if type(tensor).__torch_dispatch__ is plain])
