@@ -16,6 +16,7 @@ from ..layout import indices_of, mask_of
 from ..policies import AlreadyReduced
 from ..sharding.param_groups import PlannedGroups
 from ..sharding.step_cost import cost_of_step
+from ..sharding.wrapped_class import require_real_if_fused
 from ..state.stand_ins import kinds_of
 from ..system.devices import is_host
 from ..system.failures import on_failure
@@ -89,12 +90,13 @@ class Planner:
 
         Raises:
             RankMismatch: values differ between ranks, as those of frozen parameters may.
-            UnsupportedParam: on every rank, if one cannot be stepped.
+            UnsupportedParam, ConfigConflict: on every rank, if one cannot be stepped.
         """
         missing = self._missing(mask)
         labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
         if missing:
             with self._parts.agreement.together():
+                require_real_if_fused(self._parts.config.optimizer_class, self._parts.param_groups)
                 for label, param in labeled:
                     self._parts.config.placement.check_param(param, label)
         if missing and self._values_count:

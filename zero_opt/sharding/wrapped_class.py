@@ -85,7 +85,7 @@ def check_type(name: str, value: object, kind: type) -> None:
 
 
 def require_real_if_fused(cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigConflict for a complex parameter in a param group with ``fused=True``, which torch cannot step.
+    """Raise ConfigConflict for a complex parameter, not frozen, in a param group with ``fused=True``.
 
     Args:
         groups: all param groups.
@@ -93,7 +93,7 @@ def require_real_if_fused(cls: type[torch.optim.Optimizer], groups: Sequence[Map
     start = 0
     for group in groups if issubclass(cls, _WITH_FUSED) else ():
         for index, param in enumerate(group["params"] if group.get("fused") else (), start):
-            if param.dtype.is_complex:
+            if param.dtype.is_complex and (param.requires_grad or param.grad is not None):
                 raise ConfigConflict(
                     f"{param_name(groups, index)} is {param.dtype}, and fused=True steps real parameters alone; leave "
                     "fused out, or give complex parameters a param group of their own with fused=False"

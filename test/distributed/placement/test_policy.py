@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def _with_frozen(
         optimizer.step()
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
-    assert all(bool((each.float() == 1).all()) for each in frozen)
+    assert all(bool((each == 1).all()) for each in frozen)
     optimizer.close()
     return param.detach()
 
@@ -98,7 +99,7 @@ def _with_frozen(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("where", FROZEN_AT)
 def test_what_is_frozen_may_have_any_dtype(where: str, world_size: int) -> None:
-    dtypes = [torch.int8, torch.float64, torch.bool, torch.bfloat16]
+    dtypes = [torch.int8, torch.float64, torch.bool, torch.bfloat16, torch.complex64]
     for cls in CLASSES if where != "selective" else (zero_opt.CPUAdamW, torch.optim.AdamW):
         beside, without = (run_processes(world_size, _with_frozen, cls, FROZEN_AT[where], of) for of in (dtypes, []))
         assert_bitwise(beside, without, cls.__name__)
@@ -139,3 +140,23 @@ def test_what_is_thawed_is_refused_on_every_rank_before_anything_changes(where: 
     run_processes(world_size, _thawed, zero_opt.CPUAdamW, FROZEN_AT[where])
     if where in ("worker", "file", "selective"):  # elsewhere torch's class steps it
         run_processes(world_size, _thawed, torch.optim.AdamW, FROZEN_AT[where])
+
+
+def _complex_thawed(rank: int, world_size: int) -> None:
+    """With ``fused=True`` a complex parameter may be there, but not be stepped."""
+    base, param = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False), nn.Parameter(torch.ones(6))
+    optimizer = zero_opt.ShardedOptimizer([base, param], torch.optim.AdamW, lr=0.1, fused=True)
+    for thawed in (False, True, False):
+        base.requires_grad_(thawed)
+        before = param.detach().clone()
+        loss = param.square().sum() * (1 + rank)
+        (loss + base.abs().sum() if thawed else loss).backward()
+        with pytest.raises(zero_opt.ConfigConflict, match="complex64") if thawed else nullcontext():
+            optimizer.step()
+        assert torch.equal(param.detach(), before) is thawed
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_a_complex_one_is_refused_likewise_where_the_class_is_fused() -> None:
+    run_processes(2, _complex_thawed)

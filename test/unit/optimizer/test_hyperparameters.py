@@ -119,7 +119,7 @@ def test_an_option_that_needs_state_comes_too_late(cls: Any, edits: dict[str, An
 
 
 def test_complex_parameters_are_not_stepped_with_fused_whatever_group_they_are_in() -> None:
-    real, imaginary = torch.zeros(3), torch.zeros(3, dtype=torch.complex64)
+    real, imaginary = torch.zeros(3), torch.zeros(3, dtype=torch.complex64, requires_grad=True)
     groups = [{"params": [real, real], "fused": True}, {"params": [imaginary], "fused": None}]
     for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
         forms = HyperForms(cls)
