@@ -96,7 +96,7 @@ class Planner:
         labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
         if missing:
             with self._parts.agreement.together():
-                require_real_if_fused(self._parts.config.optimizer_class, self._parts.param_groups)
+                require_real_if_fused(self._parts.config.optimizer_class, self._parts.param_groups, missing)
                 for label, param in labeled:
                     self._parts.config.placement.check_param(param, label)
         if missing and self._values_count:

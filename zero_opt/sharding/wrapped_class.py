@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,16 +84,18 @@ def check_type(name: str, value: object, kind: type) -> None:
         raise ConfigTypeError(f"{name} must be a {kind.__name__}, got {in_short(value)}")
 
 
-def require_real_if_fused(cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> None:
+def require_real_if_fused(
+    cls: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], stepped: Container[int] = ()
+) -> None:
     """Raise ConfigConflict for a complex parameter, not frozen, in a param group with ``fused=True``.
 
     Args:
-        groups: all param groups.
+        groups: all param groups. stepped: global indices of those to be stepped although they are frozen.
     """
     start = 0
     for group in groups if issubclass(cls, _WITH_FUSED) else ():
         for index, param in enumerate(group["params"] if group.get("fused") else (), start):
-            if param.dtype.is_complex and (param.requires_grad or param.grad is not None):
+            if param.dtype.is_complex and (param.requires_grad or index in stepped):
                 raise ConfigConflict(
                     f"{param_name(groups, index)} is {param.dtype}, and fused=True steps real parameters alone; leave "
                     "fused out, or give complex parameters a param group of their own with fused=False"

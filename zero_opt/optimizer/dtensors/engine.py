@@ -35,8 +35,8 @@ _BUCKET_MB = 1
 class DTensorSingleRank(SingleRank):
     """The engine that has the wrapped class step the DTensors themselves.
 
-    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`sums`, :meth:`load`, :meth:`clip`, and a
-    step that needs a norm.
+    Collective over the parameters' meshes are :meth:`consolidate`, :meth:`rows`, :meth:`sums`, :meth:`load`,
+    :meth:`clip`, and a step that needs a norm.
     """
 
     _mesh: MeshParams
