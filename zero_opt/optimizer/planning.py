@@ -93,15 +93,15 @@ class Planner:
             UnsupportedParam, ConfigConflict: on every rank, if one cannot be stepped.
         """
         missing = self._missing(mask)
-        labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
         if missing:
+            labeled = [(self._parts.describe(i), self._parts.params[i]) for i in missing]
             with self._parts.agreement.together():
                 require_real_if_fused(self._parts.config.optimizer_class, self._parts.param_groups, missing)
                 for label, param in labeled:
                     self._parts.config.placement.check_param(param, label)
-        if missing and self._values_count:
-            self._parts.agreement.require_same_contents(value_contents(labeled))
-        self._plan(missing)
+            if self._values_count:
+                self._parts.agreement.require_same_contents(value_contents(labeled))
+            self._plan(missing)
 
     def make_room(self) -> None:
         """Make room for state that edited hyperparameters need. Not collective.

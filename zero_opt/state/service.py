@@ -353,8 +353,9 @@ class StateService:
                     listings = [here if text is None else listed(text) for text in payloads]
                     result, rank = IncomingState(own.flats, listings), self._side.rank
                     targets = {other: result.places_for(listings[other]) for other in self._others}
-                    own_copy = partial(own.copy_to, result.places_for(listings[rank]))
-                    self._questions.fetch(pull, targets, meanwhile=own_copy)
+                    self._questions.fetch(
+                        pull, targets, meanwhile=lambda: own.copy_to(result.places_for(listings[rank]))
+                    )
             except (PeerLost, OptimizerClosed) as error:
                 if error.__cause__ is None and self._lost is None:  # no connection has broken
                     raise
