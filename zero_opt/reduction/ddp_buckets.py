@@ -118,7 +118,7 @@ class DDPHookReduction(OverlappedReduction):
             param.grad = None  # DDP is about to write to it
         if value is not None:
             self._shown.add(index)
-            self._deliver(index, self._places[index], value)
+            self._deliver(index, *self._partition.places[index], value)
 
     def may_copy_pending(self, param: int, target: Tensor) -> bool:
         if not self._called:

@@ -21,39 +21,33 @@ _INSTEAD = "call opt.zero_grad() on every rank instead of model.zero_grad()"
 _OR_AT_STEP = f"{_INSTEAD}, or use reduction=zero_opt.AtStep(), which reduces what there is at step()"
 
 
-class OwnSums:
-    """Which rounds this rank's part of each sum is of.
+class OwnSums(dict[int, int]):
+    """The first round that the sum of each parameter's gradients has of this rank.
 
-    Rounds count from 1 when the ranks last agreed; 0 is all that was summed before. ``_first`` has the first round that
-    a parameter's sum has of this rank; ``_restarts`` the last one before the parameter was dropped or zeroed.
+    Rounds count from 1 when the ranks last agreed; 0 is all that was summed before. ``_restarts`` has the last round
+    before the parameter was dropped or zeroed.
     """
 
     def __init__(self) -> None:
-        self._first: dict[int, int] = {}
+        super().__init__()
         self._restarts: dict[int, int] = {}
-
-    def add(self, param: int, rounds: int) -> None:
-        """Note a gradient that has gone into a round."""
-        self._first.setdefault(param, rounds)
 
     def restart(self, params: Iterable[int], rounds: int) -> None:
         """Note what was dropped or zeroed, when there had been so many rounds."""
         for param in params:
-            if self._first.pop(param, None) is not None or param in self._restarts:
+            if self.pop(param, None) is not None or param in self._restarts:
                 self._restarts[param] = rounds
 
     def agreed(self, params: Collection[int]) -> None:
         """Note that the shards hold gradients of these, and no others."""
-        self._first = dict.fromkeys(params, 0)
+        zero_rounds = dict.fromkeys(params, 0)
+        self.clear()
+        self.update(zero_rounds)
 
     def forget_rounds(self) -> None:
         """Begin to count rounds."""
         self._restarts.clear()
-        self.agreed(self._first)
-
-    def clear(self) -> None:
-        """Note that the shards hold nothing."""
-        self._first.clear()
+        self.agreed(self)
 
     @property
     def restarted(self) -> Collection[int]:
@@ -64,11 +58,11 @@ class OwnSums:
         """Return what another rank must know of these parameters."""
         # What was dropped within a round, before the parameter's own gradient came, leaves that round in the sum.
         voided = {
-            param: min(rounds, self._first.get(param, rounds + 1) - 1)
+            param: min(rounds, self.get(param, rounds + 1) - 1)
             for param, rounds in self._restarts.items()
             if param in params
         }
-        return Told(voided, {param: rounds for param, rounds in self._first.items() if param in params})
+        return Told(voided, {param: rounds for param, rounds in self.items() if param in params})
 
 
 class Told(NamedTuple):

@@ -40,7 +40,7 @@ from ..system.interrupts import uninterrupted
 from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
 from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over
 from .dropped_grads import OwnSums, require_same_restarts
-from .grad_places import GradPlace, GradPlaces
+from .grad_places import GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .round_matching import RoundMatching, order_digest, require_same_order
 from .shard_squares import ShardSquares
@@ -162,18 +162,19 @@ class OverlappedReduction(GradReduction, GradOwner):
             del place  # which would be a reference to the stand-in
             self._set_aside(index)
             return
-        param, consumed, _, _ = place
+        param, consumed, bucket, position = place
         grad = param.grad
         if grad is None:
             return  # a hook of the user's has dropped it
         if grad is consumed:
             grad = consumed.take_pending()
+            if grad is None:
+                return
         else:
             if type(grad) is not Tensor or grad.layout is not _STRIDED or index in self._shown:
                 del consumed, place  # which would be references to the stand-in
                 grad = self._fresh(index, grad)
-                place = self._places[index]
-                consumed = place.consumed
+                consumed = self._places[index].consumed
             if grad._is_view():
                 self._places.note_view(index, grad)
             try:
@@ -182,8 +183,7 @@ class OverlappedReduction(GradReduction, GradOwner):
                 self._partition.flats[index].moved()
                 raise
             self._shown.add(index)
-        if grad is not None:
-            self._deliver(index, place, grad)
+        self._deliver(index, bucket, position, grad)
 
     def _set_aside(self, index: int) -> None:
         """Let a gradient wait for step() in its stand-in: the ranks have still to agree that it is trainable."""
@@ -197,19 +197,17 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._places.hold(index, self._fresh(index, grad))
         self._shown.add(index)
 
-    def _deliver(self, index: int, place: GradPlace, value: Tensor) -> None:
+    def _deliver(self, index: int, bucket: int, position: int, grad: Tensor) -> None:
         """Put one gradient into its bucket's current round, and send what is complete."""
-        if self._fills[place.bucket].sealed:
+        if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
-        self._sums.add(index, self._rounds)
+        self._sums.setdefault(index, self._rounds)
         self._withdrawn.discard(index)
         self._local.discard(index)
-        fill = self._fills[place.bucket]
-        fill.put(place.position, value)
-        if fill.missing <= 0:
-            if self._completed is not None and place.bucket not in self._completed:
-                self._completed.append(place.bucket)
+        if self._fills[bucket].put(position, grad):
+            if self._completed is not None and bucket not in self._completed:
+                self._completed.append(bucket)
             self._launch_complete()
 
     def _fresh(self, index: int, given: Any) -> Tensor:

@@ -71,12 +71,13 @@ class Fill:
         self.staged: Tensor | None = None
         self.ready: list[Any] = []
 
-    def put(self, position: int, grad: Tensor) -> None:
-        """Take one gradient."""
+    def put(self, position: int, grad: Tensor) -> bool:
+        """Take one gradient; return whether every trainable parameter has delivered."""
         self.grads[position] = grad
-        self.missing -= 1
+        self.missing = missing = self.missing - 1
         if self.producers is not None:
             self.producers.note()
+        return missing <= 0
 
     @property
     def complete(self) -> bool:
