@@ -102,7 +102,7 @@ def say_fused(policy: str, names: str, hint: str = "") -> None:
     log.warning("%s steps %s as with fused=True, whose bits differ a little from the default's%s", policy, names, hint)
 
 
-def check_param(policy: str, cls: type[torch.optim.Optimizer], param: Tensor, label: str) -> None:
+def require_native_dtype(policy: str, cls: type[torch.optim.Optimizer], param: Tensor, label: str) -> None:
     """Raise UnsupportedParam, naming it ``label``, for a parameter that cannot be stepped natively."""
     if param.dtype not in (torch.float32, *HALVES):
         otherwise = f"use {torch_class_of(cls)} with offload=None" if cls in NATIVE_CLASSES else _OTHERWISE

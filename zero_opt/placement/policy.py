@@ -23,7 +23,7 @@ from ..system.devices import HOST, is_host
 from .compact_state import is_compact
 from .interface import Placement, SlicePlacement
 from .memory import MemoryInputs, Tally
-from .native_rules import check_groups, check_param, check_state, without_column_keys
+from .native_rules import check_groups, check_state, require_native_dtype, without_column_keys
 from .state_shard import Kept
 
 OffloadT = TypeVar("OffloadT")
@@ -256,7 +256,7 @@ class NativePolicy(SinglePlacePolicy[OffloadT]):
         self._check_trainable(groups, describe)
 
     def check_param(self, param: Tensor, label: str) -> None:
-        check_param(self.name, self.inputs.optimizer_class, param, label)
+        require_native_dtype(self.name, self.inputs.optimizer_class, param, label)
         super().check_param(param, label)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:

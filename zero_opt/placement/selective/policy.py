@@ -17,7 +17,7 @@ from ...sharding.buckets import GradBucket
 from ...system.log import log
 from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
-from ..native_rules import ADAM_CLASSES, check_groups, check_param, check_state
+from ..native_rules import ADAM_CLASSES, check_groups, check_state, require_native_dtype
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
 from .columns import column_places, columns_of, is_matrix
 from .placement import SelectivePlacement, home_bucket
@@ -54,7 +54,7 @@ class SelectivePolicy(PlacementPolicy):
 
     def check_param(self, param: Tensor, label: str) -> None:
         self._require_class_steps(param, label, "Selective leaves a part of it", "")
-        check_param("Selective", self.inputs.optimizer_class, param, label)
+        require_native_dtype("Selective", self.inputs.optimizer_class, param, label)
         self._inner.check_param(param, label)
 
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
