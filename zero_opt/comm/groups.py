@@ -42,7 +42,8 @@ from .peer_watch import Watch
 from .rendezvous import Patience, require_same
 from .stops import Stops
 from .store import c10d
-from .transfers import NEVER_SENT, Message, Transfer, peer_lost, try_connection
+from .transfers import NEVER_SENT, Message, Transfer, peer_lost
+from .user_connections import broken_among
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
@@ -404,10 +405,9 @@ class Group:
         self._used.add(peer)  # there is a connection
         return message
 
-    def require_connected(self) -> None:
-        """Raise the backend's RuntimeError if a connection has ended."""
-        for rank in sorted(self._used):
-            try_connection(self.pg, rank)
+    def broken_connections(self) -> Iterator[tuple[int, str]]:
+        """Yield the ranks to which there is no connection any more, and gloo's words."""
+        return broken_among(self.pg, sorted(self._used))
 
     def interrupt(self) -> None:
         """End every wait of CPU tensors in this group with a PeerLost, here and on ranks that wait for this one.

@@ -1,7 +1,10 @@
 """Connections of all ranks for one call outside of training, with waits that end as those of training do.
 
+[Note: no ring]
 Nobody passes news of departures on here, as [Note: the ring] has it. So ranks whose connections break leave, which
-breaks those of the others, and each says so in the store: the rank that does not is the one that was lost.
+breaks those of the others. Before a rank leaves, it says so in the store, and to which ranks it has lost connections by
+then. One of which others say that, and that says nothing, is lost. Two that say it of each other cannot reach each
+other. Where connections do not tell, the only rank that says nothing is taken for lost.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
@@ -17,8 +20,7 @@ import torch.distributed as dist
 from ..errors import PeerLost, PeerSilent, ZeroOptError
 from ..field_checks import waited_for
 from ..policies import Checks
-from ..system.interrupts import by_handler
-from .backend_errors import first_line, timed_out
+from .backend_errors import closed_by_timeout, first_line, timed_out
 from .connecting import Connecting, made_by_all
 from .departures import Departure, How
 from .device_backends import group_timeout_s
@@ -38,7 +40,7 @@ class CallWatch(Watch):
 
     timeout_option = "init_process_group(timeout=...)"
     once_ended = AGAIN  # what to do where an exception has ended the call
-    require_connected: Callable[[], None] | None = None  # raises RuntimeError if a connection has ended
+    broken: Callable[[], Iterable[tuple[int, str]]] = tuple  # see Group.broken_connections()
     _why = ""  # what the others are told of an exception here
     _tried_at = 0.0  # seconds of a wait after which connections were tried
 
@@ -67,14 +69,11 @@ class CallWatch(Watch):
         What is received to try one stays posted, so waits are tried further and further apart.
         """
         apart = max(_TRY_AGAIN_S, _TRY_AGAIN_PART * waited)
-        if self.require_connected is not None and not 0 <= waited - self._tried_at < apart:
+        if not 0 <= waited - self._tried_at < apart:
             self._tried_at = waited
-            try:
-                self.require_connected()
-            except RuntimeError as error:
-                if by_handler(error):
-                    raise
-                self.overdue = True  # gloo's own wait may go on
+            words = next((words for _, words in self.broken() if not closed_by_timeout(words)), None)
+            if words is not None:
+                self.overdue, error = True, RuntimeError(words)  # gloo's own wait may go on
                 raise self._explain_error(error, waited) or error from error
         return super().silence(text, waited)
 
@@ -95,44 +94,69 @@ class CallWatch(Watch):
         known = self.explain(text, self._entered)
         if known is not None:
             return known
+        self._say("", [rank for rank, words in self.broken() if not closed_by_timeout(words)])
         self.departures.leave()
-        self._say("")
         return self._silent_of_all(text)
 
-    def broken(self, error: RuntimeError) -> PeerLost | None:
+    def failed(self, error: RuntimeError) -> PeerLost | None:
         """Leave, and return the error once a collective of all ranks has failed that this watch has not begun."""
         stopped = self.stopped() if timed_out(first_line(error)) else []
         return self._leave_stopped(stopped) if stopped else self._explain_error(error, 0.0)
 
-    def _say(self, why: str) -> None:
-        """Tell the others why this rank leaves; "" is that a connection has broken."""
-        self._ask(lambda: self._store.set(f"left/{self._rank}", json.dumps(why)))
+    def _say(self, why: str, lost: Sequence[int] = ()) -> None:
+        """Tell the others why this rank leaves; "" is that connections have broken.
 
-    def _silent_of_all(self, text: str) -> PeerLost | None:
-        """Return the error of a rank that knows why it leaves, else that about the one that does not say so.
+        Args:
+            lost: the ranks to which this one has lost its connection.
+        """
+        self._ask(lambda: self._store.set(f"left/{self._rank}", json.dumps([why, lost])))
+
+    def _silent_of_all(self, text: str) -> PeerLost:
+        """Return the error of a rank that knows why it leaves, else that about the ranks that are lost.
 
         One that is stopped on this host says nothing either, but breaks no connection.
         """
         end = time.monotonic() + _SAYING_S
         while True:
             self.posted.read()
-            if (departure := self.departures.first(None)) is not None:  # a rank of its host has seen it
+            if (departure := self.departures.first(None)) is not None:  # another rank has found it
                 return self._leave_departed(departure, text)
-            said: dict[int, str] = self._ask(self._said) or {}
-            why = next(filter(None, said.values()), None)
+            said: dict[int, tuple[str, list[int]]] = self._ask(self._said) or {}
+            why = next(filter(None, (why for why, _ in said.values())), None)
             if why is not None:
                 return PeerSilent(why)
-            absent = [rank for rank in self._others if rank not in said]
-            if len(absent) < 2 or time.monotonic() > end:
-                gone = [rank for rank in absent if rank not in self.stopped()]
-                lost = self._leave_departed(Departure(gone[0], How.LOST), text) if len(gone) == 1 else None
-                return lost or (None if gone else self._stopped_error())
+            stopped, over = self.stopped(), time.monotonic() > end
+            absent = [rank for rank in self._others if rank not in said and rank not in stopped]
+            departure = _found_out({rank: set(lost) for rank, (_, lost) in said.items()}, absent, over=over)
+            if departure is not None:
+                if departure.from_rank in (-1, self._rank):  # a rank says of itself from which one it is cut off
+                    self.departures.notice(departure)
+                return self._leave_departed(departure, text)
+            if over or not absent:
+                unheard = [rank for rank in absent if rank not in self._near]  # those of this host live
+                return self._stopped_error() or self._lost_unknown(text, unheard)
             time.sleep(0.01)
 
-    def _said(self) -> dict[int, str]:
-        """What other ranks have said, by rank."""
-        keys = {rank: f"left/{rank}" for rank in self._others if self._store.check([f"left/{rank}"])}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+    def _said(self) -> dict[int, tuple[str, list[int]]]:
+        """Return what ranks have said, this one first."""
+        keys = {rank: f"left/{rank}" for rank in (self._rank, *self._others)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+
+def _found_out(lost: Mapping[int, Collection[int]], absent: Sequence[int], *, over: bool) -> Departure | None:
+    """Return what has become of a rank, as far as is known; see [Note: no ring].
+
+    Args:
+        lost: by rank that has left, this one first, those to which it had lost its connection.
+        absent: those that say nothing. over: whether no rank will say more.
+    """
+    for rank, others in lost.items():
+        for other in others:
+            if rank in lost.get(other, ()):
+                return Departure(other, How.CUT_OFF, from_rank=rank)
+    told = any(lost.values())
+    gone = [rank for rank in absent if not told or any(rank in others for others in lost.values())]
+    return Departure(gone[0], How.LOST) if len(gone) == 1 and (over or len(absent) == 1) else None
 
 
 @contextmanager
@@ -162,7 +186,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         connecting.watch.posted.begin_ring()
         connecting.watch.departures.leave = group.disconnect
         assert isinstance(connecting.watch, CallWatch), "what patience makes"
-        connecting.watch.require_connected = group.require_connected
+        connecting.watch.broken = group.broken_connections
         try:
             yield group
             group.all_gather_bytes(b"", call)  # nobody closes connections that others still need

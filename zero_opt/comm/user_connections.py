@@ -1,4 +1,4 @@
-"""Which connections of the user's process group have ended, where it is gloo's.
+"""Which connections of a process group have ended, as of the user's, where it is gloo's.
 
 A rank that leaves training breaks its connections for that. Those of the user's group end with its process.
 """
@@ -6,7 +6,7 @@ A rank that leaves training breaks its connections for that. Those of the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..system.devices import HOST
@@ -35,9 +35,14 @@ def broken_connections(group: weakref.ref[dist.ProcessGroup]) -> Iterator[tuple[
         return
     if type(backend).__name__ != "ProcessGroupGloo":
         return
-    for rank in (rank for rank in range(parent.size()) if rank != parent.rank()):
+    yield from broken_among(parent, [rank for rank in range(parent.size()) if rank != parent.rank()])
+
+
+def broken_among(group: dist.ProcessGroup, ranks: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield those ranks to which a gloo group has no connection any more, and gloo's words."""
+    for rank in ranks:
         try:
-            try_connection(parent, rank)
+            try_connection(group, rank)
         except RuntimeError as error:
             if by_handler(error):
                 raise

@@ -237,11 +237,11 @@ class DTensorEngine(ShardedEngine):
         self._mesh.forget()
         self._follow()
         params = {index: self._view.param_of(self.parts.params[index]) for index in loaded.states}
-        with self._mesh.cutting(loaded.states, params):
-            parts: dict[int, Mapping[str, Any]] = {
-                index: state_of_part(state, params[index]) for index, state in loaded.states.items()
-            }
-        super()._write(loaded._replace(states=parts))
+
+        def cut() -> dict[int, Mapping[str, Any]]:
+            return {index: state_of_part(state, params[index]) for index, state in loaded.states.items()}
+
+        super()._write(loaded._replace(states=self._mesh.cut(loaded.states, params, cut)))
         self._view.note_writes()
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,26 +27,41 @@ from ...comm.backend_exchanges import gathered_over
 from ...comm.departures import rank_name
 from ...comm.device_backends import group_timeout_s
 from ...comm.groups import INLINE_BYTES, ROUNDS, Group
+from ...comm.keepalive import HostLimits
 from ...comm.lazy_gloo import all_gather, swaps
 from ...comm.peer_watch import Watch
 from ...comm.process_identity import ProcessIdentity
+from ...comm.rendezvous import LOOK_AFTER_S
 from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
 from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
-from ...comm.waits_beside import SubmittedCall
-from ...errors import ZeroOptError
+from ...comm.user_connections import broken_connections
+from ...comm.waits_beside import Broken, SubmittedCall
+from ...errors import PeerSilent, ZeroOptError
 from ...field_checks import waited_for
 from ...policies import Checks
 from ...system.background_thread import SerialThread
+from ...system.future import Future
 
 # Whom a message waits for, as long as nothing is known of the ranks.
 ANY = "another rank of the mesh"
+Result = TypeVar("Result")
 
 
 class _MeshWatch(CallWatch):
-    """A watch of the calls over one mesh."""
+    """A watch of the calls over one mesh.
+
+    Attributes:
+        limits: on silent hosts, held once this rank has waited a second.
+    """
 
     timeout_option, once_ended = Watch.timeout_option, "restart all ranks from the last checkpoint"
+    limits: HostLimits
+
+    def silence(self, text: str, waited: float = 0.0) -> PeerSilent | None:
+        if waited > LOOK_AFTER_S and not self.limits.held:
+            self.limits.hold()
+        return super().silence(text, waited)
 
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "every rank of the mesh must make that call"
@@ -59,22 +75,24 @@ class MeshGroup(Group):
 
     All ranks of the mesh make the same calls, in one order. Without gloo these are collectives of the mesh's backend,
     in one order with the forward and backward of a sharded model too; see [Note: beside FSDP's collectives]. Ranks are
-    numbered as in the flattened mesh.
+    numbered in the order of the default process group, whatever order the mesh has.
 
     Attributes:
-        ranks: in the default process group.
+        ranks: in the default process group, ascending.
     """
 
     def __init__(self, mesh: Any, checks: Checks) -> None:
         self._device_mesh, self._checks = mesh, checks
-        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._arriving = _order_of_arrival(mesh)
+        self.ranks: list[int] = sorted(self._arriving)
         self.inline_bytes, self.backend = INLINE_BYTES, "mesh"
         self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         groups = _groups_of(mesh)
         self._by_messages = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
         timeouts = [group_timeout_s(pg) for pg in groups] if checks.timeout is None else [checks.timeout]
         self.timeout_s = waited_for(min(timeouts, default=0.0))
-        self._pid, self._waits = os.getpid(), SerialThread("zero_opt wait", partial(_disconnect, mesh))
+        self._pid, self.broken, self._limits = os.getpid(), Broken(), HostLimits(timeout_s=self.timeout_s)
+        self._waits = SerialThread("zero_opt wait", self.interrupt)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank.
@@ -86,13 +104,15 @@ class MeshGroup(Group):
         rows = tensor.detach().flatten()
         if self._by_messages:
             work = SubmittedCall(self._waits, self._gathered, rows)
-            self._run(work.begin, ANY, rows)
+            with self._limited():
+                self._run(work.begin, ANY, rows)
             rows = work.value
         else:
             rows = rows.to(self._device_mesh.device_type)
             for pg in _groups_of(self._device_mesh):
                 rows = gathered_over(pg, rows, ANY)
-        return list(rows.to(tensor.device).view(-1, *tensor.shape))
+        by_rank = dict(zip(self._arriving, rows.to(tensor.device).view(-1, *tensor.shape), strict=True))
+        return [by_rank[rank] for rank in self.ranks]
 
     def _gathered(self, rows: Tensor) -> Tensor:
         for pg in _groups_of(self._device_mesh):
@@ -118,22 +138,50 @@ class MeshGroup(Group):
         """The call, as messages name it, that ranks have last compared."""
         return "" if self.watch is None else self.watch.call
 
-    @contextlib.contextmanager
-    def collective(self, call: str) -> Iterator[None]:
-        """A context of collectives over the mesh's own process groups, in a call that all ranks are in.
+    def collective(self, call: str, do: Callable[[], Result]) -> Result:
+        """Return what ``do`` returns, which has collectives over the mesh's own process groups. Collective.
+
+        It runs without gradients, on a thread beside this one, from where Ctrl-C gets through.
+
+        Args:
+            call: the call that all ranks are in.
 
         Raises:
-            PeerLost: in place of a backend's error about a rank; names it, where it can be told.
+            PeerLost: in place of a backend's error about a rank; names it, where it can be told. PeerSilent: a rank is
+                stopped.
         """
-        other = 1 - self.rank
+        other, outcome = 1 - self.rank, Future[Result]()
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    outcome.set_result(do())
+            except Exception as error:  # raised here below: it is no end of the wait
+                outcome.set_exception(error)
+
         who = rank_name(other, self.ranks[other]) if self.world_size == 2 else ANY
         with peer_lost(f"{who}, for which {call} waits,"):
-            try:
-                yield
-            except RuntimeError as error:
-                if not isinstance(self.watch, CallWatch) or not is_loss(error):
-                    raise
-                raise self.watch.broken(error) or error from error
+            if not isinstance(self.watch, CallWatch):
+                run()
+                return outcome.result(0)
+            with self._limited():
+                self.aside(run)
+            error = outcome.exception(0)
+            if isinstance(error, RuntimeError) and is_loss(error):
+                raise self.watch.failed(error) or error from error
+            return outcome.result(0)
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """A context of waits, which end where another host is silent."""
+        try:
+            yield
+        finally:
+            self._limits.lift()
+
+    def interrupt(self) -> None:
+        if os.getpid() == self._pid and self.broken.begin():
+            _disconnect(self._device_mesh)
 
     def _introduce(self) -> None:
         """Tell the other ranks which process this is, and watch theirs from here on. Collective."""
@@ -142,7 +190,8 @@ class MeshGroup(Group):
         ranks = [ProcessIdentity(*json.loads(words)[1]) for words in heard]
         store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
         watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
-        watch.departures.leave = partial(_disconnect, self._device_mesh)
+        watch.departures.leave, watch.limits = self.interrupt, self._limits
+        watch.broken = partial(_broken_connections, self._device_mesh, self.ranks)
         watch.posted.begin_ring()
         watch.begin("ShardedOptimizer()")
         self.watch = watch
@@ -151,6 +200,34 @@ class MeshGroup(Group):
 def _groups_of(mesh: Any) -> list[Any]:
     """Return the process groups of several ranks of a mesh: of its last dimension, which has neighbors, first."""
     return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim)) if mesh.size(dim) > 1]
+
+
+def _order_of_arrival(mesh: Any) -> list[int]:
+    """Return the ranks in which order rows come that are gathered over one dimension after the other, the last first.
+
+    torch numbers the ranks of a process group in ascending order.
+    """
+
+    def along(dim: int, *place: int) -> list[int]:
+        if dim == mesh.ndim:
+            return [int(mesh.mesh[place])]
+        if mesh.size(dim) > 1:  # a group of those that differ in this dimension alone
+            places = [(*place, at) for at in range(mesh.size(dim))]
+            places.sort(key=lambda there: int(mesh.mesh[(*there, *here[dim + 1 :])]))
+        else:
+            places = [(*place, 0)]
+        return [rank for there in places for rank in along(dim + 1, *there)]
+
+    here = tuple(mesh.get_coordinate())
+    return along(0)
+
+
+def _broken_connections(mesh: Any, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield the numbers among ``ranks`` of those to which a mesh's groups have no connection, and gloo's words."""
+    for pg in _groups_of(mesh):
+        members = dist.get_process_group_ranks(pg)
+        for rank, words in broken_connections(weakref.ref(pg)):
+            yield ranks.index(members[rank]), words
 
 
 def _disconnect(mesh: Any) -> None:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -37,7 +38,7 @@ from ...sharding.flat_param import is_dtensor
 from ...sharding.param_groups import params_of
 from ...sharding.wrapped_class import is_elementwise
 from ...state.kept_state import KeptState
-from ...state.state_dict import StateDict, copied, tried_on
+from ...state.state_dict import StateDict, StatesByIndex, copied, tried_on
 from ...state.trial import is_known, state_after_a_step
 from ..config import Config
 from .fsdp import Shards
@@ -52,7 +53,7 @@ from .local_parts import (
     state_of_param,
     travels,
 )
-from .mesh_group import ANY, MeshGroup
+from .mesh_group import ANY, MeshGroup, Result
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
 # the rank has parameters of several meshes, or of none.
@@ -243,15 +244,20 @@ class MeshParams:
         self.meet("consolidate_state_dict()", lambda: self._require_rank(to))
         self._compare("consolidate_state_dict()", {"to": to})
         self.forget()
-        mine, full = dist.get_rank() == to, dict[int, dict[str, Any]]()
-        for index, state in sorted(states.items()):
-            entry = full[index] = {}
-            for key, value in state.items():  # one after the other: no rank but ``to`` holds more than one
-                group, call = self._groups.get(_mesh_of(value)), "consolidate_state_dict()"
-                with peer_lost(f"{ANY}, for which {call} waits,") if group is None else group.collective(call):
-                    full_value = full_copy(value)
-                if mine:
-                    entry[key] = full_value
+        mine = dist.get_rank() == to
+        full: dict[int, dict[str, Any]] = {index: dict.fromkeys(state) for index, state in sorted(states.items())}
+
+        def gather(is_over: Callable[[Any], bool]) -> None:
+            for index, entry in full.items():
+                for key, value in states[index].items():  # one after the other: no rank but ``to`` holds more than one
+                    if is_over(_mesh_of(value)):
+                        full_value = full_copy(value)
+                        entry[key] = full_value if mine else None
+
+        for mesh, group in self._groups.items():
+            group.collective("consolidate_state_dict()", partial(gather, mesh.__eq__))
+        with peer_lost(f"{ANY}, for which consolidate_state_dict() waits,"):
+            gather(lambda mesh: mesh not in self._groups)
         if mine:
             self._kept.keep(full, live.values())
 
@@ -331,20 +337,23 @@ class MeshParams:
             for saved, group in zip(state_dict["param_groups"], param_groups, strict=True)
             for saved_id, param in zip(saved["params"], group["params"], strict=True)
         }
-        with self.cutting(state_dict["state"], param_of):
-            states = {
+
+        def cut() -> StatesByIndex:
+            return {
                 index: {key: cut_like(value, param_of[index]) for key, value in state.items()}
                 for index, state in state_dict["state"].items()
             }
-        return {**state_dict, "state": states}
 
-    @contextmanager
-    def cutting(self, states: Mapping[Any, Mapping[str, Any]], params: Mapping[Any, Tensor]) -> Iterator[None]:
-        """A context in which state is cut by :func:`cut_like`. Collective if any of it is a DTensor cut otherwise."""
-        if any(travels(value, params[index]) for index, state in states.items() for value in state.values()):
-            self.meet("load_state_dict()", lambda: None)
-        with self.largest.collective("load_state_dict()"):
-            yield
+        return {**state_dict, "state": self.cut(state_dict["state"], param_of, cut)}
+
+    def cut(
+        self, states: Mapping[Any, Mapping[str, Any]], params: Mapping[Any, Tensor], do: Callable[[], Result]
+    ) -> Result:
+        """Return what ``do`` makes of state by :func:`cut_like`. Collective if any of it is a DTensor cut otherwise."""
+        if not any(travels(value, params[index]) for index, state in states.items() for value in state.values()):
+            return do()
+        self.meet("load_state_dict()", lambda: None)
+        return self.largest.collective("load_state_dict()", do)
 
 
 def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
