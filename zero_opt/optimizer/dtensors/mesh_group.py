@@ -92,7 +92,8 @@ class MeshGroup(Group):
         timeouts = [group_timeout_s(pg) for pg in groups] if checks.timeout is None else [checks.timeout]
         self.timeout_s = waited_for(min(timeouts, default=0.0))
         self._pid, self.broken, self._limits = os.getpid(), Broken(), HostLimits(timeout_s=self.timeout_s)
-        self._waits = SerialThread("zero_opt wait", self.interrupt)
+        self._interrupt = partial(_interrupt, mesh, self.broken)  # without a reference to the group: threads keep it
+        self._waits = SerialThread("zero_opt wait", self._interrupt)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank.
@@ -180,8 +181,7 @@ class MeshGroup(Group):
             self._limits.lift()
 
     def interrupt(self) -> None:
-        if os.getpid() == self._pid and self.broken.begin():
-            _disconnect(self._device_mesh)
+        self._interrupt()
 
     def _introduce(self) -> None:
         """Tell the other ranks which process this is, and watch theirs from here on. Collective."""
@@ -190,7 +190,7 @@ class MeshGroup(Group):
         ranks = [ProcessIdentity(*json.loads(words)[1]) for words in heard]
         store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
         watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
-        watch.departures.leave, watch.limits = self.interrupt, self._limits
+        watch.departures.leave, watch.limits = self._interrupt, self._limits
         watch.broken = partial(_broken_connections, self._device_mesh, self.ranks)
         watch.posted.begin_ring()
         watch.begin("ShardedOptimizer()")
@@ -228,6 +228,12 @@ def _broken_connections(mesh: Any, ranks: Sequence[int]) -> Iterator[tuple[int, 
         members = dist.get_process_group_ranks(pg)
         for rank, words in broken_connections(weakref.ref(pg)):
             yield ranks.index(members[rank]), words
+
+
+def _interrupt(mesh: Any, broken: Broken) -> None:
+    """End every wait over a mesh, and break its connections."""
+    if broken.begin():
+        _disconnect(mesh)
 
 
 def _disconnect(mesh: Any) -> None:

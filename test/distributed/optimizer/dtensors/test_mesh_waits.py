@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import socket
+import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from test.support.harness import run_processes
 from zero_opt.comm import process_identity
 from zero_opt.errors import PeerLost, PeerSilent, RankMismatch
 from zero_opt.optimizer.dtensors import mesh_params
+from zero_opt.system.waiting import until
 
 PERMUTED = {3: [2, 0, 1], 4: [[0, 3], [2, 1]]}
 
@@ -135,3 +139,23 @@ def _interrupted(rank: int, world_size: int) -> str:
 def test_ctrl_c_gets_through_as_state_travels() -> None:
     _, said = run_processes(2, _interrupted, timeout=2 * PATIENCE_S)
     assert "an exception on rank 0 (KeyboardInterrupt) has ended consolidate_state_dict() there" in said, said
+
+
+def _dropped(rank: int, world_size: int) -> tuple[bool, list[str]]:
+    optimizer = _made(rank, [*range(world_size)], max_grad_norm=1.0)
+    optimizer.step()
+    optimizer.consolidate_state_dict(0)
+    (group,) = map(weakref.ref, optimizer._engine._mesh._groups.values())  # type: ignore[attr-defined]
+    dist.barrier()
+    del optimizer
+    gc.collect()
+    until(lambda: group() is None and not _own_threads(), PATIENCE_S)
+    return group() is None, _own_threads()
+
+
+def _own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zero_opt")]
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_dropped() -> None:
+    assert run_processes(2, _dropped, timeout=2 * PATIENCE_S) == [(True, [])] * 2
