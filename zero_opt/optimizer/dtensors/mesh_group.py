@@ -41,6 +41,7 @@ from ...errors import PeerSilent, ZeroOptError
 from ...field_checks import waited_for
 from ...policies import Checks
 from ...system.background_thread import SerialThread
+from ...system.devices import HOST
 from ...system.future import Future
 
 # Whom a message waits for, as long as nothing is known of the ranks.
@@ -142,7 +143,7 @@ class MeshGroup(Group):
     def collective(self, call: str, do: Callable[[], Result]) -> Result:
         """Return what ``do`` returns, which has collectives over the mesh's own process groups. Collective.
 
-        It runs without gradients, on a thread beside this one, from where Ctrl-C gets through.
+        It runs without gradients; what travels in host memory, on a thread beside this one, which Ctrl-C interrupts.
 
         Args:
             call: the call that all ranks are in.
@@ -162,13 +163,13 @@ class MeshGroup(Group):
 
         who = rank_name(other, self.ranks[other]) if self.world_size == 2 else ANY
         with peer_lost(f"{who}, for which {call} waits,"):
-            if not isinstance(self.watch, CallWatch):
+            if isinstance(self.watch, CallWatch) and self._device_mesh.device_type == HOST.type:
+                with self._limited():
+                    self.aside(run)
+            else:  # on the streams of this thread
                 run()
-                return outcome.result(0)
-            with self._limited():
-                self.aside(run)
             error = outcome.exception(0)
-            if isinstance(error, RuntimeError) and is_loss(error):
+            if isinstance(self.watch, CallWatch) and isinstance(error, RuntimeError) and is_loss(error):
                 raise self.watch.failed(error) or error from error
             return outcome.result(0)
 
