@@ -99,6 +99,34 @@ def test_an_option_without_a_truth_value_is_named_when_it_is_given(option: dict[
     assert all(message.startswith(f"{key!r}") and "must be True or False" in message for message in second)
 
 
+def _without_truth(rank: int, world_size: int, cls: Any, key: str, offload: Any) -> str:
+    param = torch.nn.Parameter(torch.ones(200))
+    optimizer = zero_opt.ShardedOptimizer([param], cls, lr=0.1, offload=offload)
+    for edited in (False, True):
+        param.square().sum().backward()
+        before = param.detach().clone()
+        if edited and rank == 0:
+            optimizer.param_groups[0][key] = np.ones(2)
+        try:
+            optimizer.step()
+        except zero_opt.ConfigTypeError as error:
+            assert edited and torch.equal(param, before)
+            optimizer.close()
+            return str(error)
+        optimizer.zero_grad()
+    raise AssertionError("an array of two was stepped with")
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()])
+@pytest.mark.parametrize(
+    ("cls", "key"),
+    [(torch.optim.AdamW, "amsgrad"), (torch.optim.AdamW, "maximize"), (torch.optim.SGD, "momentum")],
+)
+def test_an_option_without_a_truth_value_is_named_before_anything_changes(cls: Any, key: str, offload: Any) -> None:
+    first, second = run_processes(2, _without_truth, cls, key, offload)
+    assert first.startswith(f"{key!r} of param group 0 must be") and second == f"rank 0: {first}"
+
+
 class Weighted(torch.optim.SGD):
     """Takes an array, of which its step uses one number."""
 
