@@ -18,6 +18,8 @@ _THREADS_LIMIT = 1024
 _MOST_MIB = 2**43
 # Backends count whole milliseconds, and take 0 for no limit. The system counts milliseconds in 31 bits.
 _LEAST_WAIT_S, _LONGEST_WAIT_S = 0.001, 2147483.0
+# An array of more numbers is no pair such as betas; to read it at every step would take long.
+_FEW_NUMBERS = 64
 
 
 def waited_for(seconds: float) -> float:
@@ -35,6 +37,20 @@ def plain_number(value: Any) -> Any:
         return float(value) if isinstance(value, Real) else value
     except OverflowError:  # of a fraction
         return inf if value > 0 else -inf
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return a small array of numpy's as a list of Python's own numbers, and its numbers so; all else as it is."""
+    is_array = hasattr(type(value), "__array_interface__") and hasattr(value, "tolist")
+    return value.tolist() if is_array and value.size <= _FEW_NUMBERS else value
+
+
+def is_on(option: Any) -> bool:
+    """Return whether an option is on. What has no truth value, as an array of two, is."""
+    try:
+        return bool(option)
+    except (RuntimeError, TypeError, ValueError):
+        return True
 
 
 def keep_plain_numbers(policy: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test.accelerator.runner import DEVICE
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise
 from zero_opt.placement.in_process import placement
+from zero_opt.reduction.consumed_grad import ConsumedGrad
 from zero_opt.system.waiting import until
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -57,6 +59,27 @@ def _unreduced(rank: int) -> str:
         finally:
             optimizer.zero_grad()
     return ""
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_hook_on_autograds_thread_cannot_read_a_gradient_by_adding() -> None:
+    """There the engine, which adds with ``create_graph``, has no frame."""
+
+    def train(reads: bool) -> tuple[bool, bool]:
+        param = torch.nn.Parameter(torch.ones(4, device=DEVICE))
+        owner: Any = UserDict()  # stand-ins refer to it weakly
+        param.grad = grad = ConsumedGrad(param, owner, 0, "a parameter")
+        if reads:
+            param.register_post_accumulate_grad_hook(lambda param: param.grad + torch.ones_like(param))  # type: ignore
+        refused = False
+        try:
+            param.square().sum().backward(create_graph=True)
+        except zero_opt.GradientConsumed:
+            refused = True
+        pending = grad.take_pending()
+        return refused, pending is not None and pending.cpu().equal(torch.full((4,), 2.0))
+
+    assert on_device(lambda: [train(False), train(True)]) == [(False, True), (True, True)]
 
 
 def test_gradients_that_nobody_has_reduced_are_noticed_in_the_step_after() -> None:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, ConfigTypeError, StateDictError, StateDictTypeError, UnsupportedParam, quoted
+from ..field_checks import plain_numbers
 from ..system.extension import native
 from .strides import contiguous_strides, dimensions_of, is_dense, joined_bytes, overlaps
 
@@ -49,10 +50,11 @@ def require_number(label: str, value: object) -> None:
 
 
 def require_numbers(label: str, values: object, count: int) -> None:
-    """Raise as :func:`require_number` unless ``values`` is a tuple or list of so many numbers."""
-    if not isinstance(values, (tuple, list)) or len(values) != count:
+    """Raise as :func:`require_number` unless ``values`` is a tuple, list or array of so many numbers."""
+    numbers = plain_numbers(values)
+    if not isinstance(numbers, (tuple, list)) or len(numbers) != count:
         raise ConfigTypeError(f"{label} must be {count} numbers, got {quoted(values)}")
-    for value in values:
+    for value in numbers:
         require_number(label, value)
 
 

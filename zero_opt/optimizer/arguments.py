@@ -21,6 +21,7 @@ from ..errors import (
     ZeroOptError,
     quoted,
 )
+from ..field_checks import is_on
 from ..kernels.native_optimizer import NativeOptimizer, refuse_own_options
 from ..sharding.flat_param import (
     check_grad_dtype,
@@ -240,7 +241,7 @@ def _on_meta(entry: Any, params: list[Tensor]) -> Any:
 def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise UnsupportedOptimizer for hyperparameters that cannot be sharded."""
     for group, option in itertools.product(groups, ("differentiable", "capturable")):
-        if group.get(option):
+        if is_on(group.get(option)):
             raise UnsupportedOptimizer(
                 f"{option}=True cannot be sharded over several ranks, nor offloaded; leave it False"
             )

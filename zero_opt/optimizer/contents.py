@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.agreement import value_digest
 from ..comm.groups import tensor_bytes
-from ..field_checks import plain_number
+from ..field_checks import plain_number, plain_numbers
 from ..kernels.strides import is_dense, joined_bytes
 from ..sharding.flat_param import check_memory, is_wrapper
 from ..sharding.param_groups import hypers_of
@@ -28,6 +28,7 @@ def _comparable(value: Any) -> Any:
     """Return ``value`` as plain Python if ranks can compare that, else its type."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
+    value = plain_numbers(value)
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):

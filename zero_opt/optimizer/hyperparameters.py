@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, ZeroOptError, quoted
+from ..field_checks import is_on, plain_numbers
 from ..kernels.checks import require_number, require_numbers
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import require_real_if_fused, steps_params_apart
@@ -36,7 +37,8 @@ class HyperForms:
     def learn(self, groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Take the values that there are now for such as can work."""
         self._checked = UneditedHypers()
-        self._known = [{key: group[key] for key in arguments if key in group} for group in groups]
+        form = plain_numbers if self._by_torch else lambda value: value  # an array may be written to in place
+        self._known = [{key: form(group[key]) for key in arguments if key in group} for group in groups]
         self._off = [{} for _ in groups]
         self._needed.clear()
 
@@ -53,7 +55,6 @@ class HyperForms:
         """
         if self._checked.are(groups):
             return
-        require_real_if_fused(self._class, groups)
         any_switched = False
         for number, (known, off, group) in enumerate(zip(self._known, self._off, groups, strict=False)):
             switched: list[str] = []
@@ -61,18 +62,22 @@ class HyperForms:
                 if key not in group:
                     raise ConfigError(f"param group {number} has lost its {key!r}; put it back")
                 value = group[key]
-                if not isinstance(value, Tensor) and not value:
+                if not isinstance(value, Tensor) and not is_on(value):
                     off[key] = value
-                elif not isinstance(value, Tensor) and (key in off or not before):
+                elif not isinstance(value, Tensor) and (key in off or not is_on(before)):
                     switched.append(key)
                 unset = value is None and not self._by_torch  # it may stand for something
                 if (value is not before and not unset) or isinstance(value, (Tensor, list)):
-                    _require_alike(f"{key!r} of param group {number}", value, before)
-                    if key == "betas" and self._by_torch and not all(0.0 <= float(beta) < 1.0 for beta in value):
-                        raise ConfigError(f"'betas' of param group {number} must be in [0, 1), got {quoted(value)}")
+                    label = f"{key!r} of param group {number}"
+                    _require_alike(label, value, before)
+                    if self._by_torch:
+                        _require_truth(label, value, before)
+                        if key == "betas" and not all(0.0 <= float(beta) < 1.0 for beta in value):
+                            raise ConfigError(f"{label} must be in [0, 1), got {quoted(value)}")
             if switched and steps_params_apart(self._class):
                 any_switched = True
                 self._require_state(number, switched, group, state)
+        require_real_if_fused(self._class, groups)
         if not any_switched:  # else it depends on the state too
             self._checked.note(groups)
 
@@ -135,6 +140,7 @@ def require_types(
     for where, values in given:
         for key in filter(values.__contains__, usual):
             _require_alike(f"{key!r}{where}", values[key], usual[key].default)
+            _require_truth(f"{key!r}{where}", values[key], usual[key].default)
 
 
 def _is_known(cls: type) -> bool:
@@ -150,6 +156,19 @@ def _require_alike(label: str, value: Any, before: Any) -> None:
             raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}")
     elif _is_number(before):
         require_number(label, value)
+
+
+def _require_truth(label: str, value: Any, before: Any) -> None:
+    """Raise ConfigTypeError if ``value``, in the place of an option, has no truth value, as an array of two has none.
+
+    Args:
+        before: ``None`` leaves an option to torch.
+    """
+    if before is None or isinstance(before, bool):
+        try:
+            bool(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}") from error
 
 
 def _is_number(value: object) -> bool:

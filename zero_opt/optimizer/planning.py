@@ -127,8 +127,8 @@ class Planner:
         """
         placement, lacks = self._parts.placement, False
         with suppress(ZeroOptError):  # the check before the step raises it
-            lacks = not placement.pending and placement.lacks_room(self._parts.param_groups)
-        if lacks and fit():
+            lacks = not placement.pending and fit() and placement.lacks_room(self._parts.param_groups)
+        if lacks:
             self.make_room()
 
     def _missing(self, mask: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateDictError, UnsupportedOptimizer, UnsupportedParam, quoted
+from ..field_checks import is_on
 from ..kernels.adam_state import HALVES, MAXIMUM
 from ..kernels.checks import is_number_of_steps, lacks_memory, oddity
 from ..kernels.functions import ADAM
@@ -50,7 +51,7 @@ def check_groups(
 
 def check_fused(policy: str, number: int, group: Mapping[str, Any]) -> None:
     """Raise UnsupportedOptimizer if a param group asks for bits that the native step has not."""
-    if group.get("fused") is False or group.get("foreach"):
+    if group.get("fused") is False or is_on(group.get("foreach")):
         raise UnsupportedOptimizer(
             f"group {number} has fused={group.get('fused')!r}, foreach={group.get('foreach')!r}, and {policy} "
             f"has the bits of fused=True alone; leave both out of that group, or {_OTHERWISE}"

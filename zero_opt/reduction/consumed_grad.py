@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GradientConflict, GradientConsumed, UnsupportedParam
 from ..system.devices import read_here
-from ..system.frames import inside_conversion, inside_description
+from ..system.frames import called_by_autograd, inside_conversion, inside_description
 
 aten = torch.ops.aten
 
@@ -255,16 +255,24 @@ def _refusal(func: Any, args: tuple[Any, ...]) -> GradientConsumed:
 
 
 def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
-    """Do ``target += value`` for autograd alone."""
+    """Do ``target += value`` for autograd, and for hooks during a backward."""
     inside_backward = torch._C._current_graph_task_id() != -1
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
+    if not isinstance(value, Tensor) or value.shape != target.shape or value.is_complex() > target.is_complex():
+        return NotImplemented  # it is a hook's: autograd adds gradients alone
     # The producer of ``value`` may use its memory again: torch adds it to p.grad at once.
     pending = target.pending
     target.pending = value.detach().to_dense().clone() if pending is None else pending + value
     if pending is not None:
         read_here(pending)
     return target
+
+
+def _accumulate_with_graph(target: Any, value: Any, *, alpha: Any = 1) -> Any:
+    """Do ``target + value`` for autograd alone, which adds so under ``create_graph=True``: a hook's reads values."""
+    called = torch.is_grad_enabled() and called_by_autograd()
+    return _accumulate(target, value, alpha=alpha) if called else NotImplemented
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)
@@ -320,7 +328,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
-    aten.add.Tensor: _accumulate,
+    aten.add.Tensor: _accumulate_with_graph,
     aten.copy_.default: _copy,
     aten._has_compatible_shallow_copy_type.default: _cannot_take_data,
     aten.zero_.default: _zero,

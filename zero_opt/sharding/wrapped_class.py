@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from ..errors import ConfigConflict, ConfigTypeError, UnsupportedOptimizer, quoted
+from ..field_checks import is_on
 from ..kernels.table import NATIVE_CLASSES
 from ..system.inference_mode import versions_of
 from .param_groups import param_name
@@ -94,7 +95,7 @@ def require_real_if_fused(
     """
     start = 0
     for group in groups if issubclass(cls, _WITH_FUSED) else ():
-        for index, param in enumerate(group["params"] if group.get("fused") else (), start):
+        for index, param in enumerate(group["params"] if is_on(group.get("fused")) else (), start):
             if param.dtype.is_complex and (param.requires_grad or index in stepped):
                 raise ConfigConflict(
                     f"{param_name(groups, index)} is {param.dtype}, and fused=True steps real parameters alone; leave "

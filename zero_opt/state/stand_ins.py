@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..field_checks import is_on
 from ..kernels.strides import joined_scalars
 from ..layout import indices_of
 from ..placement import PlacementPolicy
@@ -98,7 +99,7 @@ class StandIns:
         if self._class not in ADAM_CLASSES:
             return [*range(len(groups))]
         first: dict[tuple[Any, ...], int] = {}  # its scalars are counts of steps, whatever the numbers are
-        forms = (tuple(map(group.get, FORMS)) for group in groups)
+        forms = (tuple(map(_form, map(group.get, FORMS))) for group in groups)
         return [first.setdefault(form, number) for number, form in enumerate(forms)]
 
     def _by_kind(self, indices: Iterable[int], standing: Sequence[int]) -> Mapping[Kind, list[int]]:
@@ -228,6 +229,11 @@ class StandIns:
             packed = made.optimizer.state_dict()["param_groups"]
             made.optimizer.load_state_dict({"state": {0: saved}, "param_groups": packed})
         return _without_elements(made.state, {})
+
+
+def _form(option: Any) -> bool | None:
+    """Return what an option is taken for; ``None`` leaves it to torch."""
+    return None if option is None else is_on(option)
 
 
 def _with_equal_scalars(entries: Mapping[int, Mapping[str, Any]], *, usual: bool) -> Iterable[list[int]]:

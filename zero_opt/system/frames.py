@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.autograd.function as autograd_function
+from torch.autograd.graph import _engine_run_backward
 
 _FUNCTION_FILE = autograd_function.__file__
 # From torch 2.14 on, the function that calls a forward has no frame.
 _APPLY_IS_PYTHON = isinstance(vars(autograd_function.Function)["apply"], classmethod)
+# Of the functions by which torch.compile leaves a mode's ``__torch_dispatch__`` as it is.
+_WRAPPER_FILES = (os.path.join("torch", "_compile.py"), os.path.join("torch", "_dynamo", "eval_frame.py"))
 _DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
 
@@ -57,6 +60,21 @@ def inside_description() -> bool:
     """Return whether this thread is in torch.compile's description of a tensor, which does not ask for values."""
     codes = (frame.f_code for frame in calling_frames())
     return any(code.co_name == "describe_tensor" and code.co_filename.endswith(_DESCRIBER_FILE) for code in codes)
+
+
+def called_by_autograd() -> bool:
+    """Return whether autograd's engine has called the operator that this thread is in, not a hook or a Function.
+
+    Modes of the user's may lie between. The engine has no frame on its thread of a device.
+    """
+    first = ""
+    for frame in calling_frames():
+        code = frame.f_code
+        if code is _engine_run_backward.__code__:
+            break
+        if not code.co_filename.endswith(_WRAPPER_FILES):
+            first = code.co_name
+    return first == "__torch_dispatch__"
 
 
 def calling_frames() -> Iterator[FrameType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +89,107 @@ def test_a_class_of_ones_own_may_take_any_type() -> None:
             super().__init__(params, lr=0.1 if lr is None else lr)
 
     zero_opt.ShardedOptimizer([torch.nn.Parameter(torch.ones(2))], Own, lr=None, offload=zero_opt.CPUOffload()).close()
+
+
+@pytest.mark.parametrize("option", [{"amsgrad": np.zeros(2)}, {"foreach": torch.zeros(2)}], ids=["amsgrad", "foreach"])
+def test_an_option_without_a_truth_value_is_named_when_it_is_given(option: dict[str, Any]) -> None:
+    key = next(iter(option))
+    first, second = run_processes(2, _made, option, [1])
+    assert first == [f"rank 1: {message}" for message in second]
+    assert all(message.startswith(f"{key!r}") and "must be True or False" in message for message in second)
+
+
+def _without_truth(rank: int, world_size: int, cls: Any, key: str, offload: Any) -> str:
+    param = torch.nn.Parameter(torch.ones(200))
+    optimizer = zero_opt.ShardedOptimizer([param], cls, lr=0.1, offload=offload)
+    for edited in (False, True):
+        param.square().sum().backward()
+        before = param.detach().clone()
+        if edited and rank == 0:
+            optimizer.param_groups[0][key] = np.ones(2)
+        try:
+            optimizer.step()
+        except zero_opt.ConfigTypeError as error:
+            assert edited and torch.equal(param, before)
+            optimizer.close()
+            return str(error)
+        optimizer.zero_grad()
+    raise AssertionError("an array of two was stepped with")
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()])
+@pytest.mark.parametrize(
+    ("cls", "key"),
+    [(torch.optim.AdamW, "amsgrad"), (torch.optim.AdamW, "maximize"), (torch.optim.SGD, "momentum")],
+)
+def test_an_option_without_a_truth_value_is_named_before_anything_changes(cls: Any, key: str, offload: Any) -> None:
+    first, second = run_processes(2, _without_truth, cls, key, offload)
+    assert first.startswith(f"{key!r} of param group 0 must be") and second == f"rank 0: {first}"
+
+
+class Weighted(torch.optim.SGD):
+    """Takes an array, of which its step uses one number."""
+
+    def __init__(self, params: Any, weights: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["weights"] = weights
+        for group in self.param_groups:
+            group.setdefault("weights", weights)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = float(group["weights"][0])
+        return super().step(closure)
+
+
+def _arrays(rank: int, world_size: int, offload: Any) -> None:
+    """Train beside the class itself, every rank with the same data, with arrays in place of numbers and options."""
+    given: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (torch.optim.AdamW, {}, {"betas": np.array([0.75, 0.875])}),
+        (torch.optim.AdamW, {"betas": np.array([0.75, 0.875])}, {"betas": np.array([0.5, 0.75])}),
+    ]
+    native = isinstance(offload, zero_opt.WorkerOffload)
+    if not native:  # torch's fused step takes no list
+        given.append((torch.optim.AdamW, {}, {"amsgrad": []}))
+        given.append((Weighted, {"weights": np.array([0.5, 0.75])}, {"weights": np.array([0.25, 0.5])}))
+    for cls, first, edits in given:
+        form = {"fused" if native else "foreach": True} if cls is torch.optim.AdamW else {}
+        param, plain_param = (torch.nn.Parameter(torch.linspace(0.5, 1.5, 200)) for _ in range(2))
+        plain = cls([plain_param], **first, **form)
+        sharded = zero_opt.ShardedOptimizer([param], cls, offload=offload, **first, **form)
+        for step in range(4):
+            for optimizer, stepped in ((plain, plain_param), (sharded, param)):
+                if step == 1:
+                    optimizer.param_groups[0].update(edits)
+                elif step == 3:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                stepped.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sharded.flush()
+        assert torch.equal(param, plain_param)
+        sharded.close()
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.CPUOffload(), zero_opt.WorkerOffload()])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_arrays_are_taken_where_the_class_takes_them(world_size: int, offload: Any) -> None:
+    run_processes(world_size, _arrays, offload)
+
+
+def _arrays_that_differ(rank: int, world_size: int) -> str:
+    param = torch.nn.Parameter(torch.ones(200))
+    optimizer = zero_opt.ShardedOptimizer([param], torch.optim.AdamW)
+    optimizer.param_groups[0]["betas"] = np.array([0.75, 0.5 + 0.25 * rank])
+    param.sum().backward()
+    with pytest.raises(zero_opt.RankMismatch) as caught:
+        optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_arrays_that_differ_between_ranks_are_noticed() -> None:
+    assert all("betas" in message for message in run_processes(2, _arrays_that_differ))
 
 
 def _named(rank: int, world_size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,15 @@ def _check(edits: dict[str, Any], *, gone: str = "", cls: Any = torch.optim.Adam
         ({"betas": 0.9}, ConfigTypeError, "2 numbers"),
         ({"betas": (0.9, "x")}, ConfigTypeError, "a number, got 'x'"),
         ({"betas": (0.9, 1.5)}, ConfigError, r"in \[0, 1\)"),
+        ({"betas": np.array([0.9, 1.5])}, ConfigError, r"in \[0, 1\)"),
+        ({"betas": np.array([0.9, 0.99, 0.5])}, ConfigTypeError, "2 numbers"),
+        ({"betas": np.array([[0.9], [0.99]])}, ConfigTypeError, "a number, got"),
+        ({"betas": np.ones(100)}, ConfigTypeError, "2 numbers"),
+        ({"lr": np.ones(2)}, ConfigTypeError, "a number, got"),
         ({"amsgrad": "no"}, ConfigTypeError, "True or False"),
+        ({"amsgrad": np.ones(2)}, ConfigTypeError, "True or False"),
+        ({"amsgrad": torch.ones(2)}, ConfigTypeError, "True or False"),
+        ({"foreach": np.ones(2)}, ConfigTypeError, "True or False"),
     ],
 )
 def test_an_edit_that_cannot_work_names_group_and_key(edits: dict[str, Any], kind: type, words: str) -> None:
@@ -62,7 +71,9 @@ def test_a_key_that_is_gone_is_named() -> None:
         {"lr": torch.tensor(0.5)},
         {"lr": torch.tensor([0.5])},
         {"betas": [0.5, torch.tensor(0.9)]},
+        {"betas": np.array([0.5, 0.9])},
         {"amsgrad": 1},
+        {"amsgrad": []},
         {"foreach": True},
         {"own": "anything"},
     ],
@@ -74,6 +85,7 @@ def test_what_the_class_can_compute_with_passes(edits: dict[str, Any]) -> None:
 def test_another_class_may_mean_something_by_none_and_by_betas() -> None:
     _check({"lr": None, "betas": (0.9, 1.5)}, cls=Other)
     _check({"lr": "x"}, cls=Other, first={"lr": None})
+    _check({"lr": np.ones(2), "foreach": np.ones(2)}, cls=Other, first={"lr": np.zeros(3)})
 
 
 def test_a_tensor_that_is_written_in_place_is_looked_at_again() -> None:
@@ -83,6 +95,16 @@ def test_a_tensor_that_is_written_in_place_is_looked_at_again() -> None:
     forms.check(groups, {})
     lr.fill_(float("nan"))
     with pytest.raises(ConfigError, match="'lr' of param group 0 is NaN"):
+        forms.check(groups, {})
+
+
+def test_an_array_that_is_written_in_place_is_looked_at_again() -> None:
+    betas = np.array([0.9, 0.99])
+    forms, groups = HyperForms(torch.optim.AdamW), [{"params": [], "betas": betas}]
+    forms.learn(groups, {"betas": 0})
+    forms.check(groups, {})
+    betas[0] = 1.5
+    with pytest.raises(ConfigError, match="'betas' of param group 0 must be in"):
         forms.check(groups, {})
 
 

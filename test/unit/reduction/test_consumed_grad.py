@@ -11,6 +11,9 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from zero_opt.errors import GradientConsumed
 from zero_opt.reduction.consumed_grad import ConsumedGrad, not_held_here
@@ -235,6 +238,79 @@ def test_accumulation_with_a_graph_is_pending_too() -> None:
     assert pending is not None
     assert not pending.requires_grad
     assert torch.equal(pending, torch.full((2, 3), 2.0))
+
+
+class Passing(TorchDispatchMode):
+    """A mode of the user's, which has a method of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    "mode", [Passing, lambda: FlopCounterMode(display=False), BaseTorchFunctionMode], ids=["own", "flops", "function"]
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_autograd_accumulates_where_a_mode_is_active(mode: Callable[[], Any], create_graph: bool) -> None:
+    param, grad = consumed(OWNER)
+    with mode():
+        (param**2).sum().backward(create_graph=create_graph)
+    assert param.grad is grad and grad.pending is not None
+    assert torch.equal(grad.pending, torch.full((2, 3), 2.0))
+
+
+HOOK_READS: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda p: p.grad + torch.ones_like(p),
+    "to a tensor": lambda p: torch.ones_like(p) + p.grad,
+    "a number": lambda p: p.grad + 1,
+    "a sum": lambda p: sum([p.grad]),
+    "a larger tensor": lambda p: p.grad + torch.ones(2, 2, 3),
+    "detached": lambda p: p.grad.detach() + torch.ones_like(p),
+    "in place, a number": lambda p: p.grad.add_(1),
+    "in place, a row": lambda p: p.grad.add_(torch.ones(3)),
+    "in place, a larger tensor": lambda p: p.grad.add_(torch.ones(2, 2, 3)),
+    "in place, complex": lambda p: p.grad.add_(torch.ones(2, 3, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("read", HOOK_READS.values(), ids=HOOK_READS.keys())
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_what_a_hook_adds_to_another_result_is_not_accumulated(
+    read: Callable[[Parameter], Any], pending: bool, create_graph: bool
+) -> None:
+    param, grad = consumed(OWNER)
+    kept: list[Any] = []
+
+    def hook(param: Tensor) -> None:
+        if not pending:
+            grad.take_pending()
+        with torch.set_grad_enabled(create_graph):
+            kept.append(read(param))  # type: ignore[arg-type]
+
+    param.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(GradientConsumed, match="parameter 7"):
+        (param**2).sum().backward(create_graph=create_graph)
+    assert not kept
+    left = grad.take_pending()
+    assert torch.equal(left, torch.full((2, 3), 2.0)) if pending and left is not None else left is None
+
+
+def test_what_a_hook_adds_in_place_is_accumulated() -> None:
+    param, grad = consumed(OWNER)
+
+    def hook(param: Tensor) -> None:
+        assert param.grad is grad
+        grad.add_(torch.ones_like(param))
+
+    param.register_post_accumulate_grad_hook(hook)
+    (param**2).sum().backward()
+    assert grad.pending is not None and torch.equal(grad.pending, torch.full((2, 3), 3.0))
 
 
 def test_what_autograd_shares_is_not_written_to() -> None:
