@@ -18,7 +18,8 @@ from torch import nn
 import zero_opt
 from test.hosts.network import Network
 from test.support.harness import Failure, run_processes
-from zero_opt.state import process_exit
+from zero_opt.state import process_exit, service
+from zero_opt.system import background_thread
 from zero_opt.system.waiting import until
 
 SECONDS = 300  # nothing hangs; the group's timeout is longer
@@ -27,14 +28,14 @@ ROWS = 3  # of which each rank owns one and a half
 SHARD_BYTES = ROWS * WIDTH * 4 // 2
 
 
-def _die_after(network: Network, nbytes: int) -> None:
-    """Kill this rank once so much more has come to the other host."""
+def _die_after(network: Network, nbytes: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Send this rank a signal once so much more has come to the other host."""
     rank, begun = dist.get_rank(), network.carried()
 
     def watch() -> None:
         while network.carried()[rank][0] - begun[rank][0] < nbytes:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -156,3 +157,67 @@ def test_a_source_that_is_killed_within_a_tensor_is_lost(two_hosts: Network) -> 
     assert isinstance(found[0], Failure) and found[0].type_name == "Died"
     assert isinstance(found[1], str), found[1]
     assert found[1].startswith("rank 0 has ended, or its host does not answer, while broadcast_params()"), found[1]
+
+
+class _Alarm(Exception):
+    """What a signal handler raises."""
+
+
+def _raise(*_: object) -> None:
+    raise _Alarm
+
+
+def _exit_here() -> None:
+    """Do what the interpreter's exit does, which would wait too long where it waits for what nothing ends."""
+    service._INTERRUPTION_S = process_exit._THREADS_END_S = 10.0 * SECONDS
+    background_thread._PATIENCE_S = background_thread._INTERRUPTED_PATIENCE_S = 10.0 * SECONDS
+    process_exit.serve_to_the_end()
+    background_thread._end_all()
+
+
+def _one_leaves(rank: int, world_size: int, network: Network) -> None:
+    """A signal handler ends the call of rank 1, which sends, in the middle of a message; then both exit."""
+    _connect(rank, world_size, network)
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+    _step(model, optimizer)
+    dist.barrier()
+    if rank == 1:
+        signal.signal(signal.SIGALRM, _raise)
+        network.link(rate=RATE, round_trip_s=0.0)
+        _die_after(network, SHARD_BYTES // 4, signal.SIGALRM)
+    dist.barrier()
+    with pytest.raises(_Alarm if rank == 1 else zero_opt.PeerLost):
+        optimizer.consolidate_state_dict(to=0)
+    optimizer.close()
+    _exit_here()
+
+
+def test_no_exit_waits_for_a_message_in_whose_middle_a_rank_has_left(two_hosts: Network) -> None:
+    assert run_processes(2, _one_leaves, two_hosts, timeout=SECONDS, backend=None) == [None, None]
+
+
+def _asking_rank_dies(rank: int, world_size: int, network: Network) -> None:
+    """Rank 0 is killed as it receives state of rank 1, which then exits."""
+    _connect(rank, world_size, network)
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+    _step(model, optimizer)
+    departures = optimizer._engine._groups.control.watch.departures  # type: ignore[union-attr]
+    dist.barrier()
+    if rank == 0:
+        network.link(rate=RATE, round_trip_s=0.0)
+        begun = network.carried()[1][0]
+        asks = threading.Thread(target=optimizer.state_dict, daemon=True)
+        asks.start()
+        assert until(lambda: network.carried()[1][0] - begun > SHARD_BYTES // 4, SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert until(lambda: departures.knows(0), SECONDS)
+    optimizer.close()
+    _exit_here()
+
+
+def test_no_exit_waits_for_state_that_is_half_sent_to_a_rank_that_is_killed(two_hosts: Network) -> None:
+    found = run_processes(2, _asking_rank_dies, two_hosts, timeout=SECONDS, backend=None, expect_errors=True)
+    assert isinstance(found[0], Failure) and found[0].type_name == "Died"
+    assert found[1] is None, found[1]

@@ -33,7 +33,7 @@ from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import INTERFACES, partners
 from .rendezvous import LOOK_AFTER_S, PAUSE_RANK_S, Meeting, Patience
-from .store import STORE_ERRORS, StoreCalls, c10d, default_store
+from .store import STORE_ERRORS, StoreCalls, c10d, default_store, require_room_in_file
 from .store_keys import missing, values
 from .waits_beside import outcome, submitted
 
@@ -59,10 +59,14 @@ _numbers = itertools.count()
 
 
 def require_room(world_size: int, groups: int) -> None:
-    """Raise OutOfResources unless this process may open the descriptors and start the threads of so many groups."""
+    """Raise OutOfResources unless this process may open the descriptors of so many groups, and start their threads.
+
+    Also if it may not write as much as they need to the store.
+    """
     descriptors = groups * (len(partners(0, world_size)) + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
     require_descriptors(descriptors, f"connections to the other ranks ({world_size - 1}) need about")
     _require_threads(groups * _THREADS + _SPARE_THREADS)
+    require_room_in_file(world_size)
 
 
 def require_descriptors(count: int, purpose: str) -> None:

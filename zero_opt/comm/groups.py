@@ -282,10 +282,10 @@ class Group:
                 outcome(waiting, self.lookout)
             finally:
                 if not waiting.done():  # the ranks are not at one point any more
-                    self._waits.close()
-                    self.broken.leave(self._waits)
-                    self._waits = SerialThread("zero_opt wait", self.interrupt)
+                    left, self._waits = self._waits, SerialThread("zero_opt wait", self.interrupt)
+                    left.close()
                     self.interrupt()
+                    self.broken.leave(left)
 
     @property
     def has_send_recv(self) -> bool:

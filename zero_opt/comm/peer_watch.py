@@ -85,6 +85,8 @@ class Watch:
         self._news_s = min(_NEWS_S, _NEWS_PART * self._timeout_s)
         # So late comes the news from a rank that lives, and waits for news itself before it breaks its connections.
         self._told_s = min(self._news_s + _ALIVE_S, self._timeout_s)
+        # Of a rank that is doubted the news comes once it has not answered: after no part of a short timeout.
+        self._doubt_s = max(self._news_s, _ALIVE_S + ANNOUNCED_S)
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]
         self._near = {r: other for r, other in enumerate(processes) if r != rank and other.is_near(processes[rank])}
@@ -438,7 +440,7 @@ class Watch:
             if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
             more = self.departures.news and not self.departures.unannounced
-            answered = not more or time.monotonic() - self._doubted >= self._news_s
+            answered = not more or time.monotonic() - self._doubted >= self._doubt_s
             if answered and waited >= (patience_s if more else min(patience_s, _CLOSING_S)):
                 return self._stopped_error() if call is None and timed_out(text) else None
             if waited >= ask_at:  # soon and often, before others end because of it

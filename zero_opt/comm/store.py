@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import resource
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from ..errors import OutOfResources, PeerLost
 from ..system.background_thread import SerialThread
 from ..system.future import Future
-from ..system.limits import limit_in
+from ..system.limits import FILE_SIZE_LIMIT, limit_in
 from .backend_errors import first_line
 from .waits_beside import submitted
 
@@ -46,6 +49,8 @@ _ADVICE = (
 # What a call of the store raises where the store fails.
 STORE_ERRORS = (PeerLost, OutOfResources)
 _Answer = TypeVar("_Answer")
+# Bytes of a store's file that an optimizer needs for each rank; twice as many as have been seen.
+_BYTES_OF_RANK = 8 << 10
 _STORE = "the process group's store"
 
 
@@ -57,6 +62,22 @@ def is_of_store(error: BaseException) -> bool:
 def default_store(prefix: str) -> Any:
     """Return the default group's store, with a prefix for its keys."""
     return c10d.PrefixStore(prefix, c10d._get_default_store())
+
+
+def require_room_in_file(world_size: int) -> None:
+    """Raise OutOfResources if the default store is a file, and this process may not make it as long as ranks need it.
+
+    torch would write a part of a record, for whose rest all ranks that read the store would wait for ever.
+    """
+    store, most = c10d._get_default_store(), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    path = getattr(getattr(store, "_underlying_non_prefix_store", store), "path", None)
+    needed = world_size * _BYTES_OF_RANK
+    with contextlib.suppress(OSError):
+        if isinstance(path, str) and most != resource.RLIM_INFINITY and os.path.getsize(path) + needed > most:
+            raise OutOfResources(
+                f"{_STORE} is a file that may need {needed:,} bytes more, and no file of this process may be longer "
+                f"than {most:,} bytes; raise the limit of {FILE_SIZE_LIMIT}"
+            )
 
 
 class StoreCalls:

@@ -9,7 +9,7 @@ who has left, and breaks and ends its connections. While one such call has not c
 [Note: half a message]
 Where a connection ends, gloo ends all waits for its messages but one: that for a message of which a part has arrived.
 Nothing else than the time that this wait was given can end it. So whoever looks at the other ranks meanwhile gives it
-up, a little after this rank has broken its connections, and leaves the thread that waits.
+up, a little after this rank has broken its connections, and leaves the thread that waits. The exit waits no longer.
 """
 
 from __future__ import annotations
@@ -119,14 +119,18 @@ class Broken:
         return first
 
     @property
+    def waits_end_at(self) -> float:
+        """When all waits over them are over, by the monotonic clock, but those that nothing ends."""
+        return self._at + _WAITS_END_S
+
+    @property
     def ends_no_wait(self) -> bool:
         """Whether a wait over them that is not over by now never will be."""
-        return time.monotonic() - self._at > _WAITS_END_S
+        return time.monotonic() > self.waits_end_at
 
     def leave(self, thread: SerialThread) -> None:
-        """Keep the interpreter's exit from waiting for a thread that waits over them, if nothing ends that."""
-        if self.ends_no_wait:
-            thread.leave()
+        """Keep the interpreter's exit from waiting for a thread that waits over them, once nothing ends that."""
+        thread.leave(self.waits_end_at)
 
     def lookout(
         self, look: Callable[[], None], explain: Callable[[str], PeerLost | None] = lambda _: None

@@ -185,6 +185,7 @@ class StateService:
         self._passed, self._unwanted = deque(), deque()  # messages keep the connections open
         self._direct.forget()
         self._side.close()
+        process_exit.left.update(dict.fromkeys([self._delivering, *self._answering], self._side.broken.waits_end_at))
         process_exit.running.discard(self)
 
     def _pass_on(self, words: Tensor) -> None:
@@ -199,7 +200,7 @@ class StateService:
     def _wait_asked_and_answered(self, *also: threading.Thread) -> None:
         """Wait for the caller that asks, and for the threads that answer: their messages end with the connections."""
         for thread in filter(threading.Thread.is_alive, [*self._answering, *also]):
-            thread.join(_INTERRUPTION_S)
+            thread.join(max(0.0, min(_INTERRUPTION_S, self._side.broken.waits_end_at - time.monotonic())))
         self._asking.wait(_INTERRUPTION_S)
 
     def _wait_passed(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from .devices import thread_device
 from .future import Future
@@ -29,8 +29,8 @@ _over = threading.Event()
 _threads = BackgroundThreads()
 # For each thread: its jobs, and a function that makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
-# Threads whose current call is needed no more.
-_left: WeakSet[threading.Thread] = WeakSet()
+# From when on the current calls of threads are waited for no more.
+_left: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: BusySeconds) -> None:
@@ -75,16 +75,18 @@ def _end_all() -> None:
     _over.set()
     for jobs, _ in dict(_running).values():
         jobs.put(None)
-    late = [_running[thread][1] for thread in _threads.join(_PATIENCE_S, _left) if thread in _running]
-    interrupts = [interrupt for interrupt in late if interrupt is not None]
+    late = _threads.join(_PATIENCE_S, _left)
+    interrupts = [interrupt for thread in late if thread in _running and (interrupt := _running[thread][1]) is not None]
     for interrupt in interrupts:
         interrupt()
     if interrupts:
-        _threads.join(_INTERRUPTED_PATIENCE_S, _left)
+        late = _threads.join(_INTERRUPTED_PATIENCE_S, _left)
+    _left.update(dict.fromkeys(late, 0.0))
     _threads.hold()
 
 
-# Registered twice: if Ctrl-C interrupts a callback before its first line, the interpreter goes on to the next one.
+# Registered twice: if Ctrl-C interrupts a callback before its first line, the interpreter goes on to the next one. The
+# second one does not wait again for what the first has waited for.
 atexit.register(_end_all)
 atexit.register(_end_all)
 
@@ -155,7 +157,7 @@ class SerialThread:
     def _queue(self, lane: Lane | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         self.begin()
         if self._thread is not None:
-            _left.discard(self._thread)
+            _left.pop(self._thread, None)
         future: Future[Any] = Future()
         self._jobs.put((future, lane, call, arguments))
         return future
@@ -171,10 +173,14 @@ class SerialThread:
                 self._thread = thread
                 _running[thread] = (self._jobs, self._interrupt)
 
-    def leave(self) -> None:
-        """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more."""
+    def leave(self, at: float = 0.0) -> None:
+        """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more.
+
+        Args:
+            at: from when on, by the monotonic clock.
+        """
         if self._thread is not None:
-            _left.add(self._thread)
+            _left[self._thread] = at
 
     def idle_within(self, seconds: float) -> bool:
         """Return whether all that was submitted is over, after so many seconds at the most."""
@@ -225,5 +231,5 @@ def run_apart(call: Callable[[], object], patience_s: float) -> Future[Any]:
     except RuntimeError:  # there is no thread to be had
         run()
     if not ended.wait(patience_s):
-        _left.add(thread)
+        _left[thread] = 0.0
     return ended

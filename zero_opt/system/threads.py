@@ -11,9 +11,11 @@ code puts a thread that does not end in time to sleep where it would abort the p
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ..errors import OutOfResources
 from .extension import native, native_available
@@ -24,6 +26,8 @@ THREAD_LIMIT = (
     "processes and threads: 'ulimit -u', pids.max of the container; or of memory, where their stacks lie: 'ulimit -v'; "
     "or start fewer (OMP_NUM_THREADS, loaders)"
 )
+
+_NONE_LEFT: Mapping[threading.Thread, float] = MappingProxyType({})
 
 
 class BackgroundThreads:
@@ -60,18 +64,20 @@ class BackgroundThreads:
                 self._listed.pop(thread, None)
         return list(self._listed)
 
-    def join(self, patience_s: float, besides: Container[threading.Thread] = ()) -> list[threading.Thread]:
+    def join(self, patience_s: float, left: Mapping[threading.Thread, float] = _NONE_LEFT) -> list[threading.Thread]:
         """Wait at most ``patience_s`` seconds until all are dead; returns those that are not.
 
         Args:
-            besides: threads that are not waited for.
+            left: threads that are waited for no longer than until a time of the monotonic clock.
         """
         deadline = time.monotonic() + patience_s
-        while alive := [thread for thread in self.alive() if thread not in besides]:  # a thread may start another
-            for thread in alive:
-                thread.join(max(deadline - time.monotonic(), 0.0))
-            if time.monotonic() >= deadline:
-                break
+
+        def wait_s(thread: threading.Thread) -> float:
+            return min(deadline, left.get(thread, math.inf)) - time.monotonic()
+
+        while waited_for := [thread for thread in self.alive() if wait_s(thread) > 0]:  # a thread may start another
+            for thread in waited_for:
+                thread.join(max(wait_s(thread), 0.0))
         return self.alive()
 
     def hold(self) -> None:

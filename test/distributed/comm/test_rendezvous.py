@@ -397,15 +397,15 @@ def test_a_store_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
     assert text.startswith("the process group's store has not answered for 2 s; rank 0, or the launcher, serves it")
 
 
-def _store_file_is_limited(rank: int, world_size: int, kind: int, folder: Path) -> str:
-    """Each rank meets that it cannot write to the store's file, or cannot open it."""
+def _store_file_is_limited(rank: int, world_size: int, kind: int, limit: int, folder: Path) -> str:
+    """Each rank meets that it cannot write to the store's file, or no more than a little, or cannot open it."""
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
     limits = resource.getrlimit(kind)
-    resource.setrlimit(kind, (0, limits[1]))
+    resource.setrlimit(kind, (limit, limits[1]))
     try:
-        if kind == resource.RLIMIT_FSIZE:  # else connections to the others are what there are no descriptors for
+        if limit:  # else connections to the others are what there are no descriptors for
             _train_with(zero_opt.Checks())
         rendezvous.StoreCalls()(store.set, "key", "value")
     except zero_opt.OutOfResources as error:
@@ -417,8 +417,14 @@ def _store_file_is_limited(rank: int, world_size: int, kind: int, folder: Path) 
 
 @pytest.mark.parametrize(("kind", "limit"), [(resource.RLIMIT_FSIZE, "-f"), (resource.RLIMIT_NOFILE, "-n")])
 def test_a_store_whose_file_a_limit_bounds_names_the_limit(kind: int, limit: str, tmp_path: Path) -> None:
-    for text in run_processes(2, _store_file_is_limited, kind, tmp_path, backend=None):
+    for text in run_processes(2, _store_file_is_limited, kind, 0, tmp_path, backend=None):
         assert text.startswith("the process group's store fails in this process (") and f"'ulimit {limit}'" in text
+
+
+def test_a_store_whose_file_has_too_little_room_is_not_written_to_in_part(tmp_path: Path) -> None:
+    """No rank can read on from there."""
+    for text in run_processes(2, _store_file_is_limited, resource.RLIMIT_FSIZE, 4096, tmp_path, backend=None):
+        assert text.startswith("the process group's store is a file that may need ") and "'ulimit -f'" in text
 
 
 def _earlier_group(rank: int, world_size: int) -> Tensor:

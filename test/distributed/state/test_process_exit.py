@@ -156,7 +156,7 @@ INTERRUPTED = (
     LEAVES
     + """
     join = process_exit.threads.join
-    process_exit.threads.join = lambda seconds: os.kill(os.getpid(), signal.SIGINT) or join(seconds)
+    process_exit.threads.join = lambda *given: os.kill(os.getpid(), signal.SIGINT) or join(*given)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 )

@@ -138,6 +138,25 @@ def test_a_rank_whose_connection_the_network_ends_is_cut_off(watch: Watch, told:
 
 
 @pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
+def test_a_rank_that_is_doubted_may_take_as_long_to_answer_with_a_short_timeout(
+    watch: Watch, told: list[Departure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """News of it follows: it is cut off from this rank only if it has answered, or nobody has asked."""
+    shorter = Watch(watch._store, 0, [ProcessIdentity(f"host {pid}", pid, pid) for pid in (10, 11, 12)], (24.0, 30.0))
+    shorter.departures.tell, shorter.departures.news = told.append, True
+
+    def read() -> None:
+        if peer_watch.time.monotonic() > peer_watch._ALIVE_S:
+            shorter.departures.hear(Departure(1, How.LOST, from_rank=2))
+
+    monkeypatch.setattr(shorter.posted, "read", read)
+    shorter.doubt(1)
+    text = str(shorter.message_failed(1, "Read error [127.0.0.1]:4321: Connection timed out"))
+    assert text.startswith("rank 1 has ended, or its host does not answer, while step 0 waits for it")
+    assert told == []
+
+
+@pytest.mark.parametrize("watch", ["several hosts"], indirect=True)
 def test_one_rank_that_misses_when_a_connection_is_reset_may_have_ended(
     watch: Watch, told: list[Departure], monkeypatch: pytest.MonkeyPatch
 ) -> None:

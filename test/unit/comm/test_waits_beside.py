@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -90,21 +92,52 @@ def test_a_wait_that_a_broken_connection_does_not_end_is_given_up(monkeypatch: p
     assert looks
 
 
-def test_the_exit_does_not_wait_for_a_thread_that_was_left_and_that_its_interruption_does_not_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Joins are noted in place of being waited for."""
-    left, interrupted, besides = SerialThread("left", lambda: interrupted.append(1)), list[int](), list[Any]()
-    over = threading.Event()
-    left.submit(over.wait)
-    left.leave()
-    thread: Any = left._thread
-    threads = SimpleNamespace(join=lambda _, but=(): besides.append(but) or [thread], hold=lambda: None)
+@pytest.fixture
+def thread_at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A thread that waits as the exit begins. Joins are noted in place of being waited for."""
+    at_exit = SimpleNamespace(interrupted=list[int](), joins=list[Any](), over=threading.Event())
+    at_exit.serial = SerialThread("waits", lambda: at_exit.interrupted.append(1))
+    at_exit.serial.submit(at_exit.over.wait)
+    at_exit.thread = thread = at_exit.serial._thread
+    threads = SimpleNamespace(join=lambda _, left: at_exit.joins.append(list(left)) or [thread], hold=lambda: None)
     monkeypatch.setattr(background_thread, "_threads", threads)
     monkeypatch.setattr(background_thread, "_over", threading.Event())
     monkeypatch.setattr(background_thread, "_running", {thread: background_thread._running[thread]})
+    yield at_exit
+    at_exit.over.set()
+
+
+def test_the_exit_does_not_wait_for_a_thread_that_was_left_and_that_its_interruption_does_not_end(
+    thread_at_exit: SimpleNamespace,
+) -> None:
+    thread_at_exit.serial.leave()
     background_thread._end_all()
-    over.set()
-    assert interrupted
-    assert len(besides) == 2
-    assert all(thread in each for each in besides)
+    assert thread_at_exit.interrupted
+    assert len(thread_at_exit.joins) == 2
+    assert all(thread_at_exit.thread in left for left in thread_at_exit.joins)
+
+
+def test_the_second_end_of_all_threads_does_not_wait_for_what_the_first_has_waited_for(
+    thread_at_exit: SimpleNamespace,
+) -> None:
+    for _ in range(2):
+        background_thread._end_all()
+    assert [thread_at_exit.thread in left for left in thread_at_exit.joins] == [False, False, True, True]
+
+
+# It leaves a call soon after the connections have broken over which that waits.
+_EXITS_WITHIN_A_HALF_MESSAGE = """
+import threading
+from zero_opt.comm.waits_beside import Broken
+from zero_opt.system import background_thread
+background_thread._PATIENCE_S = 3600.0
+thread, broken, began = background_thread.SerialThread("waits"), Broken(), threading.Event()
+thread.submit(lambda: (began.set(), threading.Event().wait(3600.0)))
+began.wait(3600.0)
+broken.begin()
+broken.leave(thread)
+"""
+
+
+def test_the_exit_waits_for_a_message_only_until_nothing_can_end_that() -> None:
+    subprocess.run([sys.executable, "-c", _EXITS_WITHIN_A_HALF_MESSAGE], check=True, timeout=PATIENCE_S)
