@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from operator import is_, itemgetter, ne
+from operator import gt, is_, itemgetter, ne
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
 from ...system.interrupts import uninterrupted
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
+from .part_samples import NOTHING, PartSamples, sampled
 
 _first, _second = itemgetter(0), itemgetter(1)
 
@@ -32,6 +33,7 @@ class _Twin:
         plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
         apart: whether the parameter has a counter of its own.
         noted: the versions of the parameter, its part and the plain one, as of :func:`_note`.
+        sampled: what is looked at of the part of a DTensor, see :func:`sampled`.
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -40,6 +42,7 @@ class _Twin:
         self.apart = is_dtensor(param)
         self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
         self.noted = version_of(param), version_of(part), version_of(self.plain)
+        self.sampled = sampled(part) if self.apart else NOTHING
 
     def follow_kind(self) -> None:
         """Let the plain parameter be what the part is by now."""
@@ -49,6 +52,7 @@ class _Twin:
             plain.grad_dtype = param.grad_dtype
         if place_of(part) != place_of(plain):
             plain.data = part
+            self.sampled = sampled(part) if self.apart else NOTHING
 
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
@@ -266,6 +270,7 @@ class LocalView:
         self._user = user
         self._twins: dict[Tensor, _Twin] = {}  # by the user's parameter
         self._by_plain: dict[Tensor, _Twin] = {}
+        self._samples = PartSamples()
         self._seen: list[MutableMapping[str, Any]] = []
         self._groups: list[MutableMapping[str, Any]] = []
         self.state = PlainState(user, self._by_plain)
@@ -290,8 +295,12 @@ class LocalView:
         """Return the user's parameter."""
         return self._by_plain[plain].param
 
-    def follow(self) -> None:
-        """Take over what the user and autograd have done to the parameters; see :func:`local_grad`."""
+    def follow(self, *, pending: bool) -> None:
+        """Take over what the user and autograd have done to the parameters; see :func:`local_grad`.
+
+        Args:
+            pending: whether a step is pending, which an edit of a parameter conflicts with.
+        """
         twins = [*self._twins.values()]
         params, plains = [twin.param for twin in twins], [twin.plain for twin in twins]
         if _kinds(params) != _kinds(plains) or any(
@@ -299,16 +308,28 @@ class LocalView:
         ):
             for twin in twins:
                 twin.follow_kind()
-        edited = list[_Twin]()
-        for twin, versions in zip(twins, _versions(twins), strict=True):
-            if twin.apart and versions[:2] != twin.noted[:2]:
-                edited.append(twin)
-            twin.noted = versions
-        if edited:
-            torch.autograd.graph.increment_version([twin.plain for twin in edited])
-            _note(edited)
+        self._follow_writes(twins, pending=pending)
         for param, plain in zip(params, plains, strict=True):
             plain.grad = local_grad(param)
+
+    def _follow_writes(self, twins: Sequence[_Twin], *, pending: bool) -> None:
+        """Let what the user has written to parameters be writes to the plain ones."""
+        versions = _versions(twins)
+        told = [twin.apart and now[:2] != twin.noted[:2] for twin, now in zip(twins, versions, strict=True)]
+        changed = self._samples.changed([twin.sampled for twin in twins])
+        edited = [twin for twin, known, seen in zip(twins, told, changed, strict=True) if known or seen]
+        if not pending and any(map(gt, changed, told)):
+            # Others may have been written to where nobody looks; to take over what has not changed changes nothing.
+            edited = [twin for twin in twins if twin.apart]
+        if edited:
+            with uninterrupted():
+                plains = [twin.plain for twin in edited]
+                torch.autograd.graph.increment_version([plain for plain in plains if not plain.is_inference()])
+                _note(twins)
+                self._samples.note()
+            return
+        for twin, now in zip(twins, versions, strict=True):
+            twin.noted = now
 
     def follow_dropped(self) -> None:
         """Take over that the user has dropped gradients, if any are kept between steps. Waits for no rank."""
@@ -330,8 +351,10 @@ class LocalView:
         versions = zip(twins, versions_of(plains), strict=True)
         written = [twin for twin, version in versions if twin.apart and version != twin.noted[2]]
         if written:
-            torch.autograd.graph.increment_version([twin.param for twin in written])
-            _note(written)
+            with uninterrupted():
+                torch.autograd.graph.increment_version([twin.param for twin in written])
+                _note(written)
+                self._samples.note()
 
     def close(self) -> None:
         """Leave the user's parameters."""
