@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from operator import gt, is_, itemgetter, ne
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,28 @@ class PlainGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
 
+class _Pair(NamedTuple):
+    """A live value, what users see of it, and the version of that as far as the live value has it."""
+
+    live: Any
+    shown: Any
+    version: int
+
+    @classmethod
+    def of(cls, live: Any, shown: Any) -> _Pair:
+        """Return a pair of values that have been written to alike."""
+        return cls(live, shown, _version(shown))
+
+    @property
+    def written(self) -> bool:
+        """Whether a write to what users see does not show in the live value's version."""
+        return self.live is not self.shown and _version(self.shown) != self.version
+
+
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, Tensor) else 0
+
+
 class DTensorValues(ReadThrough):
     """What users see of a part's state whose values are made when they are read: DTensors over those.
 
@@ -128,18 +150,18 @@ class DTensorValues(ReadThrough):
 
     def __init__(self, live: ReadThrough, param: Tensor, plain: Tensor) -> None:
         self.live, self._param, self._plain = live, param, plain
-        self._pairs: dict[str, tuple[Any, Any, int]] = {}  # the value, what stands for it, and its version
+        self._pairs: dict[str, _Pair] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.live)
 
     def __getitem__(self, key: str) -> Any:
         value = self.live[key]
-        if key not in self._pairs or self._pairs[key][0] is not value:
+        if key not in self._pairs or self._pairs[key].live is not value:
             with outside_inference_mode():
                 shown = value_of_param(value, self._param, self._plain)
-            self._pairs[key] = value, shown, version_of(shown) if isinstance(shown, Tensor) else 0
-        return self._pairs[key][1]
+            self._pairs[key] = _Pair.of(value, shown)
+        return self._pairs[key].shown
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.live[key] = state_of_part({key: value}, self._param)[key]
@@ -152,7 +174,7 @@ class DTensorValues(ReadThrough):
         return self.live.nbytes
 
     def held(self) -> list[Tensor]:
-        return [shown for _, shown, _ in self._pairs.values() if isinstance(shown, Tensor)]
+        return [pair.shown for pair in self._pairs.values() if isinstance(pair.shown, Tensor)]
 
     @property
     def adopted(self) -> object:
@@ -160,8 +182,7 @@ class DTensorValues(ReadThrough):
 
     def follow(self) -> None:
         """Let edits of DTensors be edits of the values."""
-        pairs = [pair for key, pair in self._pairs.items() if key in self.live]
-        written = [value for value, shown, version in pairs if value is not shown and version_of(shown) != version]
+        written = [pair.live for key, pair in self._pairs.items() if key in self.live and pair.written]
         if written:
             torch.autograd.graph.increment_version(written)
         self._pairs.clear()
@@ -177,8 +198,8 @@ class _Shown:
 
     def __init__(self, live: ParamState) -> None:
         self.live = live
-        self.pairs: dict[str, tuple[Any, Any]] = {}
-        self.others: dict[str, tuple[Any, Any]] = {}
+        self.pairs: dict[str, _Pair] = {}
+        self.others: dict[str, _Pair] = {}
 
     def is_seen_as(self, entry: Mapping[str, Any]) -> bool:
         """Return whether the user's entry has what stands for the live values, and nothing else."""
@@ -217,7 +238,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
             kept = {key: pairs[key][0] for key, value in entry.items() if key in pairs and pairs[key][1] is value}
             taken = {**kept, **state_of_part({key: entry[key] for key in entry if key not in kept}, param)}
             shown.live = {key: taken[key] for key in entry}
-            shown.pairs = {key: (shown.live[key], entry[key]) for key in entry}
+            shown.pairs = {key: _Pair.of(shown.live[key], entry[key]) for key in entry}
         return shown.live
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
@@ -240,6 +261,15 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         """Return how many parameters have state."""
         return sum(1 for _ in self)
 
+    def follow(self) -> None:
+        """Let writes to DTensors be writes to the live values, by their versions too."""
+        for shown in self._shown.values():
+            written = {key: pair for key, pair in shown.pairs.items() if pair.written}
+            if written:
+                with uninterrupted():
+                    torch.autograd.graph.increment_version([pair.live for pair in written.values()])
+                    shown.pairs |= {key: _Pair.of(pair.live, pair.shown) for key, pair in written.items()}
+
     def refresh(self) -> None:
         """Let the user see values that a step has added to live state, or put in the place of others."""
         for plain in self._shown:
@@ -253,7 +283,9 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         param = self._twins[plain].param
         kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
         kept |= {key: others[key] for key, value in live.items() if key in others and others[key][0] is value}
-        pairs = {key: kept.get(key) or (value, value_of_param(value, param, plain)) for key, value in live.items()}
+        pairs = {
+            key: kept.get(key) or _Pair.of(value, value_of_param(value, param, plain)) for key, value in live.items()
+        }
         shown.others, shown.pairs, entry = before, pairs, self._user.state[param]
         entry.clear()
         entry.update((key, pair[1]) for key, pair in pairs.items())
@@ -309,6 +341,7 @@ class LocalView:
             for twin in twins:
                 twin.follow_kind()
         self._follow_writes(twins, pending=pending)
+        self.state.follow()
         for param, plain in zip(params, plains, strict=True):
             plain.grad = local_grad(param)
 

@@ -1,4 +1,4 @@
-"""Writes to parameters sharded by ``fully_shard`` that torch counts neither for the DTensor nor for its part."""
+"""Writes to parameters sharded by ``fully_shard``, and their state, that torch does not count for the part here."""
 
 from __future__ import annotations
 
@@ -158,3 +158,52 @@ def _all_taken_over(rank: int, world_size: int) -> None:
 
 def test_where_one_parameter_shows_a_write_all_are_taken_over() -> None:
     run_processes(1, _all_taken_over)
+
+
+def _state_written(rank: int, world_size: int, offload: Any) -> tuple[list[Tensor], int]:
+    """The parts after three steps and a write to a moment before the last one, and how many drafts that took."""
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=offload)
+    kept = 0.0
+    for step in range(3):
+        backward(net, step, rank)
+        if step == 2:
+            kept = optimizer.stats().get("worker/drafts_kept", 0.0)
+            optimizer.state[net.down.weight]["exp_avg"].mul_(-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = optimizer.stats().get("worker/drafts_kept", 0.0) - kept
+    optimizer.close()
+    return locals_of(_params(net)), int(kept)
+
+
+def _state_of_drafts(rank: int, world_size: int) -> None:
+    wanted, _ = _state_written(rank, world_size, zero_opt.WorkerOffload())
+    found, kept = _state_written(rank, world_size, zero_opt.WorkerOffload(speculate=True))
+    assert_bitwise(found, wanted, "with drafts")
+    assert kept == 0
+
+
+def test_no_draft_of_before_a_write_to_state_counts() -> None:
+    run_processes(2, _state_of_drafts)
+
+
+def _state_while_pending(rank: int, world_size: int) -> None:
+    net = sharded_net(mesh_of((world_size,)))
+    optimizer = sharded_optimizer(net, offload=zero_opt.WorkerOffload(delay=1))
+    for step in range(2):
+        backward(net, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state[net.down.weight]["exp_avg"].mul_(-5)
+    with pytest.raises(zero_opt.StepPending, match=r"opt\.state was written to while a step"):
+        optimizer.flush()
+    optimizer.flush()
+    optimizer.state[net.down.weight]["exp_avg"].zero_()
+    backward(net, 2, rank)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_write_to_state_while_a_step_is_pending_is_an_error() -> None:
+    run_processes(2, _state_while_pending)
