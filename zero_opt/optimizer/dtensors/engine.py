@@ -156,7 +156,7 @@ class DTensorEngine(ShardedEngine):
 
     def _follow(self) -> None:
         self._mesh.shards.require_sharded()
-        self._view.follow()
+        self._view.follow(pending=self.placement.pending)
 
     def _update(self, agreed: StepAgreement, shards: Sequence[GradShard]) -> None:
         try:

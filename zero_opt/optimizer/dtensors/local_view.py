@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from operator import is_, itemgetter, ne
-from typing import Any
+from operator import gt, is_, itemgetter, ne
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
 from ...system.interrupts import uninterrupted
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
+from .part_samples import NOTHING, PartSamples, sampled
 
 _first, _second = itemgetter(0), itemgetter(1)
 
@@ -32,6 +33,7 @@ class _Twin:
         plain: shares memory and, unless the part was re-pointed since, the version counter of the part.
         apart: whether the parameter has a counter of its own.
         noted: the versions of the parameter, its part and the plain one, as of :func:`_note`.
+        sampled: what is looked at of the part of a DTensor, see :func:`sampled`.
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -40,6 +42,7 @@ class _Twin:
         self.apart = is_dtensor(param)
         self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
         self.noted = version_of(param), version_of(part), version_of(self.plain)
+        self.sampled = sampled(part) if self.apart else NOTHING
 
     def follow_kind(self) -> None:
         """Let the plain parameter be what the part is by now."""
@@ -49,6 +52,7 @@ class _Twin:
             plain.grad_dtype = param.grad_dtype
         if place_of(part) != place_of(plain):
             plain.data = part
+            self.sampled = sampled(part) if self.apart else NOTHING
 
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
@@ -115,6 +119,28 @@ class PlainGroup(UserDict[str, Any]):
         return self._params if key == "params" else self.data[key]
 
 
+class _Pair(NamedTuple):
+    """A live value, what users see of it, and the version of that as far as the live value has it."""
+
+    live: Any
+    shown: Any
+    version: int
+
+    @classmethod
+    def of(cls, live: Any, shown: Any) -> _Pair:
+        """Return a pair of values that have been written to alike."""
+        return cls(live, shown, _version(shown))
+
+    @property
+    def written(self) -> bool:
+        """Whether a write to what users see does not show in the live value's version."""
+        return self.live is not self.shown and _version(self.shown) != self.version
+
+
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, Tensor) else 0
+
+
 class DTensorValues(ReadThrough):
     """What users see of a part's state whose values are made when they are read: DTensors over those.
 
@@ -124,18 +150,18 @@ class DTensorValues(ReadThrough):
 
     def __init__(self, live: ReadThrough, param: Tensor, plain: Tensor) -> None:
         self.live, self._param, self._plain = live, param, plain
-        self._pairs: dict[str, tuple[Any, Any, int]] = {}  # the value, what stands for it, and its version
+        self._pairs: dict[str, _Pair] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.live)
 
     def __getitem__(self, key: str) -> Any:
         value = self.live[key]
-        if key not in self._pairs or self._pairs[key][0] is not value:
+        if key not in self._pairs or self._pairs[key].live is not value:
             with outside_inference_mode():
                 shown = value_of_param(value, self._param, self._plain)
-            self._pairs[key] = value, shown, version_of(shown) if isinstance(shown, Tensor) else 0
-        return self._pairs[key][1]
+            self._pairs[key] = _Pair.of(value, shown)
+        return self._pairs[key].shown
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.live[key] = state_of_part({key: value}, self._param)[key]
@@ -148,7 +174,7 @@ class DTensorValues(ReadThrough):
         return self.live.nbytes
 
     def held(self) -> list[Tensor]:
-        return [shown for _, shown, _ in self._pairs.values() if isinstance(shown, Tensor)]
+        return [pair.shown for pair in self._pairs.values() if isinstance(pair.shown, Tensor)]
 
     @property
     def adopted(self) -> object:
@@ -156,8 +182,7 @@ class DTensorValues(ReadThrough):
 
     def follow(self) -> None:
         """Let edits of DTensors be edits of the values."""
-        pairs = [pair for key, pair in self._pairs.items() if key in self.live]
-        written = [value for value, shown, version in pairs if value is not shown and version_of(shown) != version]
+        written = [pair.live for key, pair in self._pairs.items() if key in self.live and pair.written]
         if written:
             torch.autograd.graph.increment_version(written)
         self._pairs.clear()
@@ -173,8 +198,8 @@ class _Shown:
 
     def __init__(self, live: ParamState) -> None:
         self.live = live
-        self.pairs: dict[str, tuple[Any, Any]] = {}
-        self.others: dict[str, tuple[Any, Any]] = {}
+        self.pairs: dict[str, _Pair] = {}
+        self.others: dict[str, _Pair] = {}
 
     def is_seen_as(self, entry: Mapping[str, Any]) -> bool:
         """Return whether the user's entry has what stands for the live values, and nothing else."""
@@ -213,7 +238,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
             kept = {key: pairs[key][0] for key, value in entry.items() if key in pairs and pairs[key][1] is value}
             taken = {**kept, **state_of_part({key: entry[key] for key in entry if key not in kept}, param)}
             shown.live = {key: taken[key] for key in entry}
-            shown.pairs = {key: (shown.live[key], entry[key]) for key in entry}
+            shown.pairs = {key: _Pair.of(shown.live[key], entry[key]) for key in entry}
         return shown.live
 
     def __setitem__(self, plain: Tensor, live: ParamState) -> None:
@@ -236,6 +261,15 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         """Return how many parameters have state."""
         return sum(1 for _ in self)
 
+    def follow(self) -> None:
+        """Let writes to DTensors be writes to the live values, by their versions too."""
+        for shown in self._shown.values():
+            written = {key: pair for key, pair in shown.pairs.items() if pair.written}
+            if written:
+                with uninterrupted():
+                    torch.autograd.graph.increment_version([pair.live for pair in written.values()])
+                    shown.pairs |= {key: _Pair.of(pair.live, pair.shown) for key, pair in written.items()}
+
     def refresh(self) -> None:
         """Let the user see values that a step has added to live state, or put in the place of others."""
         for plain in self._shown:
@@ -249,7 +283,9 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         param = self._twins[plain].param
         kept = {key: before[key] for key, value in live.items() if key in before and before[key][0] is value}
         kept |= {key: others[key] for key, value in live.items() if key in others and others[key][0] is value}
-        pairs = {key: kept.get(key) or (value, value_of_param(value, param, plain)) for key, value in live.items()}
+        pairs = {
+            key: kept.get(key) or _Pair.of(value, value_of_param(value, param, plain)) for key, value in live.items()
+        }
         shown.others, shown.pairs, entry = before, pairs, self._user.state[param]
         entry.clear()
         entry.update((key, pair[1]) for key, pair in pairs.items())
@@ -266,6 +302,7 @@ class LocalView:
         self._user = user
         self._twins: dict[Tensor, _Twin] = {}  # by the user's parameter
         self._by_plain: dict[Tensor, _Twin] = {}
+        self._samples = PartSamples()
         self._seen: list[MutableMapping[str, Any]] = []
         self._groups: list[MutableMapping[str, Any]] = []
         self.state = PlainState(user, self._by_plain)
@@ -290,8 +327,12 @@ class LocalView:
         """Return the user's parameter."""
         return self._by_plain[plain].param
 
-    def follow(self) -> None:
-        """Take over what the user and autograd have done to the parameters; see :func:`local_grad`."""
+    def follow(self, *, pending: bool) -> None:
+        """Take over what the user and autograd have done to the parameters; see :func:`local_grad`.
+
+        Args:
+            pending: whether a step is pending, which an edit of a parameter conflicts with.
+        """
         twins = [*self._twins.values()]
         params, plains = [twin.param for twin in twins], [twin.plain for twin in twins]
         if _kinds(params) != _kinds(plains) or any(
@@ -299,16 +340,29 @@ class LocalView:
         ):
             for twin in twins:
                 twin.follow_kind()
-        edited = list[_Twin]()
-        for twin, versions in zip(twins, _versions(twins), strict=True):
-            if twin.apart and versions[:2] != twin.noted[:2]:
-                edited.append(twin)
-            twin.noted = versions
-        if edited:
-            torch.autograd.graph.increment_version([twin.plain for twin in edited])
-            _note(edited)
+        self._follow_writes(twins, pending=pending)
+        self.state.follow()
         for param, plain in zip(params, plains, strict=True):
             plain.grad = local_grad(param)
+
+    def _follow_writes(self, twins: Sequence[_Twin], *, pending: bool) -> None:
+        """Let what the user has written to parameters be writes to the plain ones."""
+        versions = _versions(twins)
+        told = [twin.apart and now[:2] != twin.noted[:2] for twin, now in zip(twins, versions, strict=True)]
+        changed = self._samples.changed([twin.sampled for twin in twins])
+        edited = [twin for twin, known, seen in zip(twins, told, changed, strict=True) if known or seen]
+        if not pending and any(map(gt, changed, told)):
+            # Others may have been written to where nobody looks; to take over what has not changed changes nothing.
+            edited = [twin for twin in twins if twin.apart]
+        if edited:
+            with uninterrupted():
+                plains = [twin.plain for twin in edited]
+                torch.autograd.graph.increment_version([plain for plain in plains if not plain.is_inference()])
+                _note(twins)
+                self._samples.note()
+            return
+        for twin, now in zip(twins, versions, strict=True):
+            twin.noted = now
 
     def follow_dropped(self) -> None:
         """Take over that the user has dropped gradients, if any are kept between steps. Waits for no rank."""
@@ -330,8 +384,10 @@ class LocalView:
         versions = zip(twins, versions_of(plains), strict=True)
         written = [twin for twin, version in versions if twin.apart and version != twin.noted[2]]
         if written:
-            torch.autograd.graph.increment_version([twin.param for twin in written])
-            _note(written)
+            with uninterrupted():
+                torch.autograd.graph.increment_version([twin.param for twin in written])
+                _note(written)
+                self._samples.note()
 
     def close(self) -> None:
         """Leave the user's parameters."""

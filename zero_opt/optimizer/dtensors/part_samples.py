@@ -1,0 +1,97 @@
+"""Some values of each part of a DTensor, by which writes that no version counter tells of are noticed.
+
+torch counts a write where an operation on the DTensor, or on what ``to_local()`` returns, goes through its dispatcher.
+It counts none of ``torch._foreach_*_`` on DTensors in host memory, of an optimizer's ``foreach`` or ``fused`` step, of
+``dcp.load``, nor of a write to ``p.detach().to_local()``. Nearly all of these change nearly all elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from ...kernels.checks import oddity
+from ...kernels.strides import is_dense, run_of
+from ...system.devices import is_host
+from ...system.inference_mode import outside_inference_mode
+
+# At most so many stretches of a part are looked at, of so many neighboring elements each.
+_STRETCHES, _STRETCH = 64, 64
+_ALIGN = 16
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def sampled(part: Tensor) -> Tensor:
+    """Return a view of what is looked at of a part: stretches at equal distances, up to the end.
+
+    Of up to 4096 elements, and where there are gaps between elements, that is all. It is nothing of what lies on an
+    accelerator, where to look is to wait, or has no values in memory of its own.
+    """
+    part = part.detach()
+    if not is_host(part.device) or oddity(part) is not None:
+        return NOTHING
+    if part.numel() <= _STRETCHES * _STRETCH or not is_dense(part.shape, part.stride()):
+        return part
+    run = run_of(part)
+    # An odd number of stretches: rows of a matrix are as long as a power of two, and all columns have their turn.
+    apart = _STRETCH * (-(-run.numel() // (_STRETCHES * _STRETCH)) | 1)
+    count = (run.numel() - _STRETCH) // apart + 1
+    return run.as_strided((count, _STRETCH), (apart, 1))
+
+
+class _Copies:
+    """Copies of tensors, one after the other.
+
+    Attributes:
+        bits: all of them. each: that of each tensor. bits_of: its bits.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
+        self.bits = torch.zeros(sum(sizes) // 8, dtype=torch.int64, device="cpu")
+        self.bits_of = torch.split(self.bits, [size // 8 for size in sizes])
+        self.each = [
+            bits.view(torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for bits, tensor in zip(self.bits_of, tensors, strict=True)
+        ]
+
+
+class PartSamples:
+    """Values of parts as they were last, and as they are."""
+
+    def __init__(self) -> None:
+        self._views: list[Tensor] = []
+        self._last = self._now = _Copies([])
+
+    def changed(self, views: list[Tensor]) -> list[bool]:
+        """Return which views have other values than at the last :meth:`note`; of new ones it is not known.
+
+        Args:
+            views: of parts, see :func:`sampled`; the same objects as before, where they are of the same memory.
+        """
+        if len(views) != len(self._views) or not all(map(is_, views, self._views)):
+            self._take(views)
+        last, now = self._last, self._now
+        _copy_all(now, views)
+        if torch.equal(now.bits, last.bits):
+            return [False] * len(views)
+        return [not torch.equal(*bits) for bits in zip(now.bits_of, last.bits_of, strict=True)]
+
+    def note(self) -> None:
+        """Remember the values as they are."""
+        _copy_all(self._last, self._views)
+
+    def _take(self, views: list[Tensor]) -> None:
+        known = {id(view): values for view, values in zip(self._views, self._last.each, strict=True)}
+        with outside_inference_mode():
+            last, now = _Copies(views), _Copies(views)
+        _copy_all(last, [known.get(id(view), view) for view in views])
+        self._views, self._last, self._now = views, last, now
+
+
+def _copy_all(copies: _Copies, tensors: list[Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(copies.each, tensors)
