@@ -40,17 +40,22 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a small array of numpy's as a list of Python's own numbers, and its numbers so; all else as it is."""
+    """Return a small NumPy array as a list of Python's numbers, a NumPy scalar as one; anything else as it is."""
     is_array = hasattr(type(value), "__array_interface__") and hasattr(value, "tolist")
     return value.tolist() if is_array and value.size <= _FEW_NUMBERS else value
 
 
-def is_on(option: Any) -> bool:
-    """Return whether an option is on. What has no truth value, as an array of two, is."""
+def truth_of(option: Any) -> bool | None:
+    """Return ``bool(option)``; ``None`` if it has no truth value, as an array of two has none."""
     try:
         return bool(option)
     except (RuntimeError, TypeError, ValueError):
-        return True
+        return None
+
+
+def is_on(option: Any) -> bool:
+    """Return whether an option is on. A value without a truth value counts as on."""
+    return truth_of(option) is not False
 
 
 def keep_plain_numbers(policy: Any) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 def test_all_mutants_apply() -> None:
     for mutant in MUTANTS:
         source = (ROOT / PACKAGE / mutant.file).read_text()
-        assert mutant.applied(source) != source
+        assert mutant.applied(source) != source, mutant.name
 
 
 @pytest.mark.sampled(7)

@@ -59,10 +59,7 @@ _numbers = itertools.count()
 
 
 def require_room(world_size: int, groups: int) -> None:
-    """Raise OutOfResources unless this process may open the descriptors of so many groups, and start their threads.
-
-    Also if it may not write as much as they need to the store.
-    """
+    """Raise OutOfResources unless this process has room for so many groups: descriptors, threads, the store's file."""
     descriptors = groups * (len(partners(0, world_size)) + _OWN_DESCRIPTORS) + _SPARE_DESCRIPTORS
     require_descriptors(descriptors, f"connections to the other ranks ({world_size - 1}) need about")
     _require_threads(groups * _THREADS + _SPARE_THREADS)

@@ -42,8 +42,7 @@ from .peer_watch import Watch
 from .rendezvous import Patience, require_same
 from .stops import Stops
 from .store import c10d
-from .transfers import NEVER_SENT, Message, Transfer, peer_lost
-from .user_connections import broken_among
+from .transfers import NEVER_SENT, Message, Transfer, broken_among, peer_lost
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.

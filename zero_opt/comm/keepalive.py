@@ -50,7 +50,7 @@ class HostLimits:
 
     @property
     def held(self) -> bool:
-        """Whether connections have limits from here."""
+        """Whether :meth:`hold` has set limits that :meth:`lift` has not lifted."""
         return bool(self._before)
 
     def hold(self) -> None:

@@ -85,7 +85,7 @@ class Watch:
         self._news_s = min(_NEWS_S, _NEWS_PART * self._timeout_s)
         # So late comes the news from a rank that lives, and waits for news itself before it breaks its connections.
         self._told_s = min(self._news_s + _ALIVE_S, self._timeout_s)
-        # Of a rank that is doubted the news comes once it has not answered: after no part of a short timeout.
+        # News of a doubted rank comes once it has failed to answer, which takes as long under a short timeout.
         self._doubt_s = max(self._news_s, _ALIVE_S + ANNOUNCED_S)
         self.mark_after_s = min(_MARK_AFTER_S, _MARK_AFTER_PART * self._timeout_s)
         self._others = [other for other in range(len(processes)) if other != rank]

@@ -1,10 +1,10 @@
 """Connections of all ranks for one call outside of training, with waits that end as those of training do.
 
 [Note: no ring]
-Nobody passes news of departures on here, as [Note: the ring] has it. So ranks whose connections break leave, which
-breaks those of the others. Before a rank leaves, it says so in the store, and to which ranks it has lost connections by
-then. One of which others say that, and that says nothing, is lost. Two that say it of each other cannot reach each
-other. Where connections do not tell, the only rank that says nothing is taken for lost.
+Here ranks pass on no news of departures, unlike in [Note: the ring]. A rank whose connections break leaves, which
+breaks those of the others. First it writes to the store that it leaves, and to which ranks it has lost its connections.
+A rank that others name there, and that has written nothing, is lost. Two ranks that name each other cannot reach each
+other. If no rank names another, the only rank that has written nothing is taken for lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallWatch(Watch):
 
     timeout_option = "init_process_group(timeout=...)"
     once_ended = AGAIN  # what to do where an exception has ended the call
-    broken: Callable[[], Iterable[tuple[int, str]]] = tuple  # see Group.broken_connections()
+    broken_connections: Callable[[], Iterable[tuple[int, str]]] = tuple  # see Group.broken_connections()
     _why = ""  # what the others are told of an exception here
     _tried_at = 0.0  # seconds of a wait after which connections were tried
 
@@ -71,8 +71,7 @@ class CallWatch(Watch):
         apart = max(_TRY_AGAIN_S, _TRY_AGAIN_PART * waited)
         if not 0 <= waited - self._tried_at < apart:
             self._tried_at = waited
-            words = next((words for _, words in self.broken() if not closed_by_timeout(words)), None)
-            if words is not None:
+            for _, words in self._lost_connections():
                 self.overdue, error = True, RuntimeError(words)  # gloo's own wait may go on
                 raise self._explain_error(error, waited) or error from error
         return super().silence(text, waited)
@@ -94,9 +93,13 @@ class CallWatch(Watch):
         known = self.explain(text, self._entered)
         if known is not None:
             return known
-        self._say("", [rank for rank, words in self.broken() if not closed_by_timeout(words)])
+        self._say("", [rank for rank, _ in self._lost_connections()])
         self.departures.leave()
         return self._silent_of_all(text)
+
+    def _lost_connections(self) -> Iterator[tuple[int, str]]:
+        """Yield the ranks to which the connection has ended, but not since this rank has waited too long."""
+        return ((rank, words) for rank, words in self.broken_connections() if not closed_by_timeout(words))
 
     def failed(self, error: RuntimeError) -> PeerLost | None:
         """Leave, and return the error once a collective of all ranks has failed that this watch has not begun."""
@@ -125,14 +128,14 @@ class CallWatch(Watch):
             why = next(filter(None, (why for why, _ in said.values())), None)
             if why is not None:
                 return PeerSilent(why)
-            stopped, over = self.stopped(), time.monotonic() > end
+            stopped, is_final = self.stopped(), time.monotonic() > end
             absent = [rank for rank in self._others if rank not in said and rank not in stopped]
-            departure = _found_out({rank: set(lost) for rank, (_, lost) in said.items()}, absent, over=over)
+            departure = _found_out({rank: lost for rank, (_, lost) in said.items()}, absent, is_final=is_final)
             if departure is not None:
                 if departure.from_rank in (-1, self._rank):  # a rank says of itself from which one it is cut off
                     self.departures.notice(departure)
                 return self._leave_departed(departure, text)
-            if over or not absent:
+            if is_final or not absent:
                 unheard = [rank for rank in absent if rank not in self._near]  # those of this host live
                 return self._stopped_error() or self._lost_unknown(text, unheard)
             time.sleep(0.01)
@@ -143,12 +146,12 @@ class CallWatch(Watch):
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
 
-def _found_out(lost: Mapping[int, Collection[int]], absent: Sequence[int], *, over: bool) -> Departure | None:
+def _found_out(lost: Mapping[int, Collection[int]], absent: Sequence[int], *, is_final: bool) -> Departure | None:
     """Return what has become of a rank, as far as is known; see [Note: no ring].
 
     Args:
-        lost: by rank that has left, this one first, those to which it had lost its connection.
-        absent: those that say nothing. over: whether no rank will say more.
+        lost: by rank that has left, this one first, the ranks to which it had lost its connection.
+        absent: the ranks that have written nothing. is_final: whether no rank will write more.
     """
     for rank, others in lost.items():
         for other in others:
@@ -156,7 +159,7 @@ def _found_out(lost: Mapping[int, Collection[int]], absent: Sequence[int], *, ov
                 return Departure(other, How.CUT_OFF, from_rank=rank)
     told = any(lost.values())
     gone = [rank for rank in absent if not told or any(rank in others for others in lost.values())]
-    return Departure(gone[0], How.LOST) if len(gone) == 1 and (over or len(absent) == 1) else None
+    return Departure(gone[0], How.LOST) if len(gone) == 1 and (is_final or len(absent) == 1) else None
 
 
 @contextmanager
@@ -186,7 +189,7 @@ def short_lived_group(parent: dist.ProcessGroup, call: str) -> Iterator[Group]:
         connecting.watch.posted.begin_ring()
         connecting.watch.departures.leave = group.disconnect
         assert isinstance(connecting.watch, CallWatch), "what patience makes"
-        connecting.watch.broken = group.broken_connections
+        connecting.watch.broken_connections = group.broken_connections
         try:
             yield group
             group.all_gather_bytes(b"", call)  # nobody closes connections that others still need

@@ -49,7 +49,7 @@ _ADVICE = (
 # What a call of the store raises where the store fails.
 STORE_ERRORS = (PeerLost, OutOfResources)
 _Answer = TypeVar("_Answer")
-# Bytes of a store's file that an optimizer needs for each rank; twice as many as have been seen.
+# Bytes that an optimizer adds to a store's file, per rank: twice as many as have been seen.
 _BYTES_OF_RANK = 8 << 10
 _STORE = "the process group's store"
 
@@ -67,7 +67,7 @@ def default_store(prefix: str) -> Any:
 def require_room_in_file(world_size: int) -> None:
     """Raise OutOfResources if the default store is a file, and this process may not make it as long as ranks need it.
 
-    torch would write a part of a record, for whose rest all ranks that read the store would wait for ever.
+    Otherwise torch would write part of a record, and every rank that reads the store would wait forever for the rest.
     """
     store, most = c10d._get_default_store(), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     path = getattr(getattr(store, "_underlying_non_prefix_store", store), "path", None)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import OutOfResources, PeerLost
+from ..system.interrupts import by_handler
 from .backend_errors import backend_words, first_line, is_loss, refused_here
 from .slices import SLICE_S, done_within
 
@@ -33,6 +34,17 @@ def try_connection(pg: Any, rank: int) -> None:
     Where the connection holds, what is received here never comes.
     """
     pg.recv([torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT)
+
+
+def broken_among(group: dist.ProcessGroup, ranks: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield those ranks to which a gloo group has no connection any more, and gloo's words."""
+    for rank in ranks:
+        try:
+            try_connection(group, rank)
+        except RuntimeError as error:
+            if by_handler(error):
+                raise
+            yield rank, first_line(error)
 
 
 class Transfer:

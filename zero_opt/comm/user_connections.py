@@ -1,4 +1,4 @@
-"""Which connections of a process group have ended, as of the user's, where it is gloo's.
+"""Which connections of the user's process group have ended, where it is gloo's.
 
 A rank that leaves training breaks its connections for that. Those of the user's group end with its process.
 """
@@ -6,13 +6,12 @@ A rank that leaves training breaks its connections for that. Those of the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..system.devices import HOST
-from ..system.interrupts import by_handler
-from .backend_errors import ended_at_peer, first_line
-from .transfers import try_connection
+from .backend_errors import ended_at_peer
+from .transfers import broken_among
 
 if TYPE_CHECKING:
     import weakref
@@ -36,17 +35,6 @@ def broken_connections(group: weakref.ref[dist.ProcessGroup]) -> Iterator[tuple[
     if type(backend).__name__ != "ProcessGroupGloo":
         return
     yield from broken_among(parent, [rank for rank in range(parent.size()) if rank != parent.rank()])
-
-
-def broken_among(group: dist.ProcessGroup, ranks: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yield those ranks to which a gloo group has no connection any more, and gloo's words."""
-    for rank in ranks:
-        try:
-            try_connection(group, rank)
-        except RuntimeError as error:
-            if by_handler(error):
-                raise
-            yield rank, first_line(error)
 
 
 def ranks_gone(group: weakref.ref[dist.ProcessGroup]) -> list[int]:

@@ -8,8 +8,9 @@ who has left, and breaks and ends its connections. While one such call has not c
 
 [Note: half a message]
 Where a connection ends, gloo ends all waits for its messages but one: that for a message of which a part has arrived.
-Nothing else than the time that this wait was given can end it. So whoever looks at the other ranks meanwhile gives it
-up, a little after this rank has broken its connections, and leaves the thread that waits. The exit waits no longer.
+Nothing else than the time that this wait was given can end it. So the thread that looks at the other ranks gives that
+wait up, a little after this rank has broken its connections, and leaves the thread that waits. The interpreter's exit
+waits for it until then, and not longer.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Broken:
 
     @property
     def waits_end_at(self) -> float:
-        """When all waits over them are over, by the monotonic clock, but those that nothing ends."""
+        """The time, by the monotonic clock, by which every wait that can end has; ``inf`` before they are broken."""
         return self._at + _WAITS_END_S
 
     @property
@@ -129,7 +130,7 @@ class Broken:
         return time.monotonic() > self.waits_end_at
 
     def leave(self, thread: SerialThread) -> None:
-        """Keep the interpreter's exit from waiting for a thread that waits over them, once nothing ends that."""
+        """Let the interpreter's exit wait for a thread no longer than until nothing can end its wait over them."""
         thread.leave(self.waits_end_at)
 
     def lookout(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict, ConfigError, ConfigTypeError, StateDictError, ZeroOptError, quoted
-from ..field_checks import is_on, plain_numbers
+from ..field_checks import is_on, plain_numbers, truth_of
 from ..kernels.checks import require_number, require_numbers
 from ..sharding.param_groups import hypers_of
 from ..sharding.wrapped_class import require_real_if_fused, steps_params_apart
@@ -37,7 +37,7 @@ class HyperForms:
     def learn(self, groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Take the values that there are now for such as can work."""
         self._checked = UneditedHypers()
-        form = plain_numbers if self._by_torch else lambda value: value  # an array may be written to in place
+        form = plain_numbers if self._by_torch else lambda value: value  # a copy: an array may be written to
         self._known = [{key: form(group[key]) for key in arguments if key in group} for group in groups]
         self._off = [{} for _ in groups]
         self._needed.clear()
@@ -164,11 +164,8 @@ def _require_truth(label: str, value: Any, before: Any) -> None:
     Args:
         before: ``None`` leaves an option to torch.
     """
-    if before is None or isinstance(before, bool):
-        try:
-            bool(value)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}") from error
+    if (before is None or isinstance(before, bool)) and truth_of(value) is None:
+        raise ConfigTypeError(f"{label} must be True or False, got {quoted(value)}")
 
 
 def _is_number(value: object) -> bool:

@@ -260,7 +260,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     if not isinstance(target, ConsumedGrad) or isinstance(value, ConsumedGrad) or not inside_backward or alpha != 1:
         return NotImplemented
     if not isinstance(value, Tensor) or value.shape != target.shape or value.is_complex() > target.is_complex():
-        return NotImplemented  # it is a hook's: autograd adds gradients alone
+        return NotImplemented  # a hook's: autograd adds nothing but gradients of this shape
     # The producer of ``value`` may use its memory again: torch adds it to p.grad at once.
     pending = target.pending
     target.pending = value.detach().to_dense().clone() if pending is None else pending + value
@@ -270,7 +270,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
 
 
 def _accumulate_with_graph(target: Any, value: Any, *, alpha: Any = 1) -> Any:
-    """Do ``target + value`` for autograd alone, which adds so under ``create_graph=True``: a hook's reads values."""
+    """Do ``target + value`` for autograd, under ``create_graph=True``. A hook that adds so reads values: refused."""
     called = torch.is_grad_enabled() and called_by_autograd()
     return _accumulate(target, value, alpha=alpha) if called else NotImplemented
 

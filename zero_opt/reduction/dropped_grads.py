@@ -22,11 +22,13 @@ _OR_AT_STEP = f"{_INSTEAD}, or use reduction=zero_opt.AtStep(), which reduces wh
 
 
 class OwnSums(dict[int, int]):
-    """The first round that the sum of each parameter's gradients has of this rank.
+    """By parameter, the first round in which this rank's gradient went into the sum.
 
     Rounds count from 1 when the ranks last agreed; 0 is all that was summed before. ``_restarts`` has the last round
     before the parameter was dropped or zeroed.
     """
+
+    add = dict.setdefault  # a parameter's gradient has gone into a round
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         if self._fills[bucket].sealed:
             self._open_round()
         self._in_round.add(index)
-        self._sums.setdefault(index, self._rounds)
+        self._sums.add(index, self._rounds)
         self._withdrawn.discard(index)
         self._local.discard(index)
         if self._fills[bucket].put(position, grad):

@@ -99,7 +99,7 @@ class StandIns:
         if self._class not in ADAM_CLASSES:
             return [*range(len(groups))]
         first: dict[tuple[Any, ...], int] = {}  # its scalars are counts of steps, whatever the numbers are
-        forms = (tuple(map(_form, map(group.get, FORMS))) for group in groups)
+        forms = (tuple(map(_setting, map(group.get, FORMS))) for group in groups)
         return [first.setdefault(form, number) for number, form in enumerate(forms)]
 
     def _by_kind(self, indices: Iterable[int], standing: Sequence[int]) -> Mapping[Kind, list[int]]:
@@ -231,8 +231,8 @@ class StandIns:
         return _without_elements(made.state, {})
 
 
-def _form(option: Any) -> bool | None:
-    """Return what an option is taken for; ``None`` leaves it to torch."""
+def _setting(option: Any) -> bool | None:
+    """Return whether an option is on; ``None`` leaves it to torch."""
     return None if option is None else is_on(option)
 
 

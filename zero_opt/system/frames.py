@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 _FUNCTION_FILE = autograd_function.__file__
 # From torch 2.14 on, the function that calls a forward has no frame.
 _APPLY_IS_PYTHON = isinstance(vars(autograd_function.Function)["apply"], classmethod)
-# Of the functions by which torch.compile leaves a mode's ``__torch_dispatch__`` as it is.
+# Files of the wrappers by which torch.compile skips a mode's ``__torch_dispatch__``.
 _WRAPPER_FILES = (os.path.join("torch", "_compile.py"), os.path.join("torch", "_dynamo", "eval_frame.py"))
 _DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
@@ -63,18 +63,18 @@ def inside_description() -> bool:
 
 
 def called_by_autograd() -> bool:
-    """Return whether autograd's engine has called the operator that this thread is in, not a hook or a Function.
+    """Return whether autograd's engine itself has called the operator that this thread is in, not a hook or a Function.
 
-    Modes of the user's may lie between. The engine has no frame on its thread of a device.
+    The user's modes may lie between. On the thread of an accelerator the engine has no frame.
     """
-    first = ""
+    outermost = ""
     for frame in calling_frames():
         code = frame.f_code
         if code is _engine_run_backward.__code__:
             break
         if not code.co_filename.endswith(_WRAPPER_FILES):
-            first = code.co_name
-    return first == "__torch_dispatch__"
+            outermost = code.co_name
+    return outermost == "__torch_dispatch__"
 
 
 def calling_frames() -> Iterator[FrameType]:

@@ -398,14 +398,14 @@ def test_a_store_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
 
 
 def _store_file_is_limited(rank: int, world_size: int, kind: int, limit: int, folder: Path) -> str:
-    """Each rank meets that it cannot write to the store's file, or no more than a little, or cannot open it."""
+    """Return the error of a rank that may write nothing to the store's file, or little, or may not open it."""
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
     limits = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit, limits[1]))
     try:
-        if limit:  # else connections to the others are what there are no descriptors for
+        if limit:  # at 0 only the store is called: connections would meet the limit first
             _train_with(zero_opt.Checks())
         rendezvous.StoreCalls()(store.set, "key", "value")
     except zero_opt.OutOfResources as error:
@@ -421,7 +421,7 @@ def test_a_store_whose_file_a_limit_bounds_names_the_limit(kind: int, limit: str
         assert text.startswith("the process group's store fails in this process (") and f"'ulimit {limit}'" in text
 
 
-def test_a_store_whose_file_has_too_little_room_is_not_written_to_in_part(tmp_path: Path) -> None:
+def test_a_store_whose_file_has_too_little_room_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     """No rank can read on from there."""
     for text in run_processes(2, _store_file_is_limited, resource.RLIMIT_FSIZE, 4096, tmp_path, backend=None):
         assert text.startswith("the process group's store is a file that may need ") and "'ulimit -f'" in text

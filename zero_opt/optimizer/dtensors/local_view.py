@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from operator import gt, is_, itemgetter, ne
+from operator import is_, itemgetter, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ...sharding.flat_param import grad_dtypes_of, is_dtensor, place_of
 from ...system.inference_mode import outside_inference_mode, version_of, versions_of
 from ...system.interrupts import uninterrupted
 from .local_parts import dtensor_over, is_cut_alike, local_grad, local_of, state_of_part, value_of_param
-from .part_samples import NOTHING, PartSamples, sampled
+from .part_samples import NO_VALUES, PartSamples, sampled
 
 _first, _second = itemgetter(0), itemgetter(1)
 
@@ -42,7 +42,7 @@ class _Twin:
         self.apart = is_dtensor(param)
         self._consumed: Tensor | None = None  # a DTensor over the ConsumedGrad of the part
         self.noted = version_of(param), version_of(part), version_of(self.plain)
-        self.sampled = sampled(part) if self.apart else NOTHING
+        self.sampled = sampled(part) if self.apart else NO_VALUES
 
     def follow_kind(self) -> None:
         """Let the plain parameter be what the part is by now."""
@@ -52,7 +52,7 @@ class _Twin:
             plain.grad_dtype = param.grad_dtype
         if place_of(part) != place_of(plain):
             plain.data = part
-            self.sampled = sampled(part) if self.apart else NOTHING
+            self.sampled = sampled(part) if self.apart else NO_VALUES
 
     def hand_over(self) -> None:
         """Hand a gradient to the plain parameter's hooks, as autograd does. Waits for no rank.
@@ -120,7 +120,7 @@ class PlainGroup(UserDict[str, Any]):
 
 
 class _Pair(NamedTuple):
-    """A live value, what users see of it, and the version of that as far as the live value has it."""
+    """A live value, what users see of it, and the version of the latter whose writes the live value's version shows."""
 
     live: Any
     shown: Any
@@ -262,7 +262,7 @@ class PlainState(MutableMapping[Tensor, ParamState]):
         return sum(1 for _ in self)
 
     def follow(self) -> None:
-        """Let writes to DTensors be writes to the live values, by their versions too."""
+        """Let writes to what users see count as writes to the live values, whose version counters they do not raise."""
         for shown in self._shown.values():
             written = {key: pair for key, pair in shown.pairs.items() if pair.written}
             if written:
@@ -351,13 +351,12 @@ class LocalView:
         told = [twin.apart and now[:2] != twin.noted[:2] for twin, now in zip(twins, versions, strict=True)]
         changed = self._samples.changed([twin.sampled for twin in twins])
         edited = [twin for twin, known, seen in zip(twins, told, changed, strict=True) if known or seen]
-        if not pending and any(map(gt, changed, told)):
+        if not pending and any(seen and not known for known, seen in zip(told, changed, strict=True)):
             # Others may have been written to where nobody looks; to take over what has not changed changes nothing.
             edited = [twin for twin in twins if twin.apart]
         if edited:
             with uninterrupted():
-                plains = [twin.plain for twin in edited]
-                torch.autograd.graph.increment_version([plain for plain in plains if not plain.is_inference()])
+                torch.autograd.graph.increment_version([twin.plain for twin in edited if not twin.plain.is_inference()])
                 _note(twins)
                 self._samples.note()
             return

@@ -93,7 +93,7 @@ class MeshGroup(Group):
         timeouts = [group_timeout_s(pg) for pg in groups] if checks.timeout is None else [checks.timeout]
         self.timeout_s = waited_for(min(timeouts, default=0.0))
         self._pid, self.broken, self._limits = os.getpid(), Broken(), HostLimits(timeout_s=self.timeout_s)
-        self._interrupt = partial(_interrupt, mesh, self.broken)  # without a reference to the group: threads keep it
+        self._interrupt = partial(_interrupt, mesh, self.broken)  # refers to no group: threads keep it
         self._waits = SerialThread("zero_opt wait", self._interrupt)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -141,9 +141,10 @@ class MeshGroup(Group):
         return "" if self.watch is None else self.watch.call
 
     def collective(self, call: str, do: Callable[[], Result]) -> Result:
-        """Return what ``do`` returns, which has collectives over the mesh's own process groups. Collective.
+        """Run ``do``, which calls collectives of the mesh's own process groups, and return its result. Collective.
 
-        It runs without gradients; what travels in host memory, on a thread beside this one, which Ctrl-C interrupts.
+        ``do`` runs under ``torch.no_grad()``. Over a mesh of host memory it runs on another thread, so that Ctrl-C ends
+        the wait.
 
         Args:
             call: the call that all ranks are in.
@@ -158,7 +159,7 @@ class MeshGroup(Group):
             try:
                 with torch.no_grad():
                     outcome.set_result(do())
-            except Exception as error:  # raised here below: it is no end of the wait
+            except Exception as error:  # raised below: an exception here would look like the end of the wait
                 outcome.set_exception(error)
 
         who = rank_name(other, self.ranks[other]) if self.world_size == 2 else ANY
@@ -175,7 +176,7 @@ class MeshGroup(Group):
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
-        """A context of waits, which end where another host is silent."""
+        """A context of waits in which :class:`_MeshWatch` may set limits on silent hosts; lifts them at its end."""
         try:
             yield
         finally:
@@ -192,7 +193,7 @@ class MeshGroup(Group):
         store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
         watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
         watch.departures.leave, watch.limits = self._interrupt, self._limits
-        watch.broken = partial(_broken_connections, self._device_mesh, self.ranks)
+        watch.broken_connections = partial(_broken_connections, self._device_mesh, self.ranks)
         watch.posted.begin_ring()
         watch.begin("ShardedOptimizer()")
         self.watch = watch
@@ -204,22 +205,19 @@ def _groups_of(mesh: Any) -> list[Any]:
 
 
 def _order_of_arrival(mesh: Any) -> list[int]:
-    """Return the ranks in which order rows come that are gathered over one dimension after the other, the last first.
+    """Return the ranks in the order in which their rows arrive, gathered over one dimension after another, last first.
 
     torch numbers the ranks of a process group in ascending order.
     """
+    here = tuple(mesh.get_coordinate())
 
     def along(dim: int, *place: int) -> list[int]:
         if dim == mesh.ndim:
             return [int(mesh.mesh[place])]
-        if mesh.size(dim) > 1:  # a group of those that differ in this dimension alone
-            places = [(*place, at) for at in range(mesh.size(dim))]
-            places.sort(key=lambda there: int(mesh.mesh[(*there, *here[dim + 1 :])]))
-        else:
-            places = [(*place, 0)]
+        places = [(*place, at) for at in range(mesh.size(dim))]  # one group: they differ in this dimension alone
+        places.sort(key=lambda there: int(mesh.mesh[(*there, *here[dim + 1 :])]))
         return [rank for there in places for rank in along(dim + 1, *there)]
 
-    here = tuple(mesh.get_coordinate())
     return along(0)
 
 

@@ -247,17 +247,18 @@ class MeshParams:
         mine = dist.get_rank() == to
         full: dict[int, dict[str, Any]] = {index: dict.fromkeys(state) for index, state in sorted(states.items())}
 
-        def gather(is_over: Callable[[Any], bool]) -> None:
+        def gather(group: MeshGroup | None) -> None:
             for index, entry in full.items():
                 for key, value in states[index].items():  # one after the other: no rank but ``to`` holds more than one
-                    if is_over(_mesh_of(value)):
+                    if self._groups.get(_mesh_of(value)) is group:
                         full_value = full_copy(value)
-                        entry[key] = full_value if mine else None
+                        if mine:
+                            entry[key] = full_value
 
-        for mesh, group in self._groups.items():
-            group.collective("consolidate_state_dict()", partial(gather, mesh.__eq__))
+        for group in self._groups.values():
+            group.collective("consolidate_state_dict()", partial(gather, group))
         with peer_lost(f"{ANY}, for which consolidate_state_dict() waits,"):
-            gather(lambda mesh: mesh not in self._groups)
+            gather(None)
         if mine:
             self._kept.keep(full, live.values())
 

@@ -1,8 +1,8 @@
-"""Some values of each part of a DTensor, by which writes that no version counter tells of are noticed.
+"""A sample of the values of each DTensor's part, to notice writes that no version counter shows.
 
 torch counts a write where an operation on the DTensor, or on what ``to_local()`` returns, goes through its dispatcher.
-It counts none of ``torch._foreach_*_`` on DTensors in host memory, of an optimizer's ``foreach`` or ``fused`` step, of
-``dcp.load``, nor of a write to ``p.detach().to_local()``. Nearly all of these change nearly all elements.
+It does not count ``torch._foreach_*_`` on DTensors in host memory, an optimizer's ``foreach`` or ``fused`` step,
+``dcp.load``, or a write to ``p.detach().to_local()``. Nearly all of these change nearly all elements.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...system.inference_mode import outside_inference_mode
 # At most so many stretches of a part are looked at, of so many neighboring elements each.
 _STRETCHES, _STRETCH = 64, 64
 _ALIGN = 16
-NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def sampled(part: Tensor) -> Tensor:
-    """Return a view of what is looked at of a part: stretches at equal distances, up to the end.
+    """Return a view of the elements of a part that are compared: stretches at equal distances, up to the end.
 
-    Of up to 4096 elements, and where there are gaps between elements, that is all. It is nothing of what lies on an
-    accelerator, where to look is to wait, or has no values in memory of its own.
+    A part of up to 4096 elements, or with gaps between them, is compared as a whole. The view is empty for a part on an
+    accelerator, where reading waits for the device, or without values in memory of its own.
     """
     part = part.detach()
     if not is_host(part.device) or oddity(part) is not None:
-        return NOTHING
+        return NO_VALUES
     if part.numel() <= _STRETCHES * _STRETCH or not is_dense(part.shape, part.stride()):
         return part
     run = run_of(part)
@@ -46,7 +46,8 @@ class _Copies:
     """Copies of tensors, one after the other.
 
     Attributes:
-        bits: all of them. each: that of each tensor. bits_of: its bits.
+        bits: all copies, as int64. bits_of: by tensor, the bits of its copy. each: by tensor, its copy, in its dtype
+            and shape.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -67,7 +68,7 @@ class PartSamples:
         self._last = self._now = _Copies([])
 
     def changed(self, views: list[Tensor]) -> list[bool]:
-        """Return which views have other values than at the last :meth:`note`; of new ones it is not known.
+        """Return, by view, whether its values differ from those at the last :meth:`note`; False for a new view.
 
         Args:
             views: of parts, see :func:`sampled`; the same objects as before, where they are of the same memory.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.fsdp_models import Net, backward, locals_of, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import assert_bitwise, run_processes
+from zero_opt.system.waiting import until
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Write = Callable[[Net, Path], None]
@@ -162,11 +163,10 @@ def test_where_one_parameter_shows_a_write_all_are_taken_over() -> None:
 
 
 def _await_draft(optimizer: Any) -> None:
-    """Return when the worker has begun the next step, if it does so before ``step()``."""
+    """Return once the worker has drafted the next step."""
     placement = optimizer._engine.placement
-    control, until = placement._worker.control, time.monotonic() + 20
-    while (not placement._drafts or control.drafts_done < control.drafted) and time.monotonic() < until:
-        time.sleep(0.01)
+    control = placement._worker.control
+    assert until(lambda: placement._drafts and control.drafts_done >= control.drafted, PATIENCE_S)
 
 
 def _state_written(rank: int, world_size: int, offload: zero_opt.WorkerOffload) -> list[Tensor]:
