@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from ..comm.departures import How
 from ..comm.stops import WARN_AFTER_S
@@ -38,9 +37,8 @@ _THREADS_END_S = 5.0
 # The services of this process, and what ends them.
 running: set[StateService] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
-# The threads of all services, and from when on those are waited for no more that wait over broken connections.
+# The threads of all services.
 threads = BackgroundThreads()
-left: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=running.clear)
 os.register_at_fork(after_in_child=_at_end.clear)
 
@@ -80,7 +78,7 @@ def serve_to_the_end() -> None:
         with uninterrupted():
             for service in services:
                 service.break_off()
-            threads.join(_THREADS_END_S, left)
+            threads.join(_THREADS_END_S)
             threads.hold()
 
 

@@ -185,7 +185,8 @@ class StateService:
         self._passed, self._unwanted = deque(), deque()  # messages keep the connections open
         self._direct.forget()
         self._side.close()
-        process_exit.left.update(dict.fromkeys([self._delivering, *self._answering], self._side.broken.waits_end_at))
+        for thread in (self._delivering, *self._answering):
+            process_exit.threads.leave(thread, self._side.broken.waits_end_at)
         process_exit.running.discard(self)
 
     def _pass_on(self, words: Tensor) -> None:

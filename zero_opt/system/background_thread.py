@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from .devices import thread_device
 from .future import Future
@@ -29,8 +29,6 @@ _over = threading.Event()
 _threads = BackgroundThreads()
 # For each thread: its jobs, and a function that makes its current call end soon, with an error.
 _running: dict[threading.Thread, tuple[queue.SimpleQueue[_Job | None], Callable[[], None] | None]] = {}
-# From when on the current calls of threads are waited for no more.
-_left: WeakKeyDictionary[threading.Thread, float] = WeakKeyDictionary()
 
 
 def _run(jobs: queue.SimpleQueue[_Job | None], begin: Callable[[], None], busy: BusySeconds) -> None:
@@ -75,13 +73,14 @@ def _end_all() -> None:
     _over.set()
     for jobs, _ in dict(_running).values():
         jobs.put(None)
-    late = _threads.join(_PATIENCE_S, _left)
+    late = _threads.join(_PATIENCE_S)
     interrupts = [interrupt for thread in late if thread in _running and (interrupt := _running[thread][1]) is not None]
     for interrupt in interrupts:
         interrupt()
     if interrupts:
-        late = _threads.join(_INTERRUPTED_PATIENCE_S, _left)
-    _left.update(dict.fromkeys(late, 0.0))
+        late = _threads.join(_INTERRUPTED_PATIENCE_S)
+    for thread in late:
+        _threads.leave(thread)
     _threads.hold()
 
 
@@ -157,7 +156,7 @@ class SerialThread:
     def _queue(self, lane: Lane | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         self.begin()
         if self._thread is not None:
-            _left.pop(self._thread, None)
+            _threads.leave(self._thread, math.inf)  # the exit waits for it again
         future: Future[Any] = Future()
         self._jobs.put((future, lane, call, arguments))
         return future
@@ -180,7 +179,7 @@ class SerialThread:
             at: from when on, by the monotonic clock.
         """
         if self._thread is not None:
-            _left[self._thread] = at
+            _threads.leave(self._thread, at)
 
     def idle_within(self, seconds: float) -> bool:
         """Return whether all that was submitted is over, after so many seconds at the most."""
@@ -231,5 +230,5 @@ def run_apart(call: Callable[[], object], patience_s: float) -> Future[Any]:
     except RuntimeError:  # there is no thread to be had
         run()
     if not ended.wait(patience_s):
-        _left[thread] = 0.0
+        _threads.leave(thread)
     return ended

@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from ..errors import OutOfResources
 from .extension import native, native_available
@@ -27,14 +25,12 @@ THREAD_LIMIT = (
     "or start fewer (OMP_NUM_THREADS, loaders)"
 )
 
-_NONE_LEFT: Mapping[threading.Thread, float] = MappingProxyType({})
-
 
 class BackgroundThreads:
     """Daemon threads that were started here and are not dead."""
 
     def __init__(self) -> None:
-        self._listed: dict[threading.Thread, None] = {}
+        self._listed: dict[threading.Thread, float] = {}  # until when each is waited for, by the monotonic clock
         self._holds = False
 
     @uninterrupted()  # one that runs is listed
@@ -52,7 +48,7 @@ class BackgroundThreads:
                 raise
             running = f"Python has {threading.active_count()} threads"
             raise OutOfResources(f"{error} ({running}); raise the limit of {THREAD_LIMIT}") from error
-        self._listed[thread] = None
+        self._listed[thread] = math.inf
         self.alive()
         if self._holds:  # what else ends with the interpreter has begun it
             self.hold()
@@ -64,16 +60,17 @@ class BackgroundThreads:
                 self._listed.pop(thread, None)
         return list(self._listed)
 
-    def join(self, patience_s: float, left: Mapping[threading.Thread, float] = _NONE_LEFT) -> list[threading.Thread]:
-        """Wait at most ``patience_s`` seconds until all are dead; returns those that are not.
+    def leave(self, thread: threading.Thread, at: float = 0.0) -> None:
+        """Let :meth:`join` wait for a thread no longer than until ``at``, by the monotonic clock."""
+        if thread in self._listed:
+            self._listed[thread] = at
 
-        Args:
-            left: threads that are waited for no longer than until a time of the monotonic clock.
-        """
+    def join(self, patience_s: float) -> list[threading.Thread]:
+        """Wait at most ``patience_s`` seconds until all are dead; returns those that are not."""
         deadline = time.monotonic() + patience_s
 
         def wait_s(thread: threading.Thread) -> float:
-            return min(deadline, left.get(thread, math.inf)) - time.monotonic()
+            return min(deadline, self._listed.get(thread, 0.0)) - time.monotonic()
 
         while waited_for := [thread for thread in self.alive() if wait_s(thread) > 0]:  # a thread may start another
             for thread in waited_for:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_exit_waits_for_no_store_that_has_not_answered(caller: str, monkeypa
         with pytest.raises(zero_opt.PeerLost, match="has not answered"):
             calls(answered.wait)
     thread = (watch if caller == "watch" else calls)._thread._thread
-    assert thread in background_thread._left
+    assert background_thread._threads._listed[thread] < math.inf
     answered.set()
     calls.close()
     watch.close()

@@ -96,10 +96,15 @@ def test_a_wait_that_a_broken_connection_does_not_end_is_given_up(monkeypatch: p
 def thread_at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A thread that waits as the exit begins. Joins are noted in place of being waited for."""
     at_exit = SimpleNamespace(interrupted=list[int](), joins=list[Any](), over=threading.Event())
+    left = set[threading.Thread]()
     at_exit.serial = SerialThread("waits", lambda: at_exit.interrupted.append(1))
     at_exit.serial.submit(at_exit.over.wait)
     at_exit.thread = thread = at_exit.serial._thread
-    threads = SimpleNamespace(join=lambda _, left: at_exit.joins.append(list(left)) or [thread], hold=lambda: None)
+    threads = SimpleNamespace(
+        join=lambda _: at_exit.joins.append(list(left)) or [thread],
+        hold=lambda: None,
+        leave=lambda thread, _at=0.0: left.add(thread),
+    )
     monkeypatch.setattr(background_thread, "_threads", threads)
     monkeypatch.setattr(background_thread, "_over", threading.Event())
     monkeypatch.setattr(background_thread, "_running", {thread: background_thread._running[thread]})
@@ -125,7 +130,7 @@ def test_the_second_end_of_all_threads_does_not_wait_for_what_the_first_has_wait
     assert [thread_at_exit.thread in left for left in thread_at_exit.joins] == [False, False, True, True]
 
 
-# It leaves a call soon after the connections have broken over which that waits.
+# Leaves a call soon after the connections that the call waits over have broken.
 _EXITS_WITHIN_A_HALF_MESSAGE = """
 import threading
 from zero_opt.comm.waits_beside import Broken

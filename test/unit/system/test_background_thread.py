@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -178,9 +179,9 @@ def test_a_thread_that_was_left_is_waited_for_again_once_it_has_another_call() -
     thread.leave()  # before its first call
     for _ in range(2):
         assert thread.submit(int).result(PATIENCE) == 0
-        assert thread._thread not in background_thread._left
+        assert background_thread._threads._listed[thread._thread] == math.inf
         thread.leave()
-        assert thread._thread in background_thread._left
+        assert background_thread._threads._listed[thread._thread] < math.inf
     thread.close()
 
 
