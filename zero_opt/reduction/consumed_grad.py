@@ -271,8 +271,7 @@ def _accumulate(target: Any, value: Any, *, alpha: Any = 1) -> Any:
 
 def _accumulate_with_graph(target: Any, value: Any, *, alpha: Any = 1) -> Any:
     """Do ``target + value`` for autograd, under ``create_graph=True``. A hook that adds so reads values: refused."""
-    called = torch.is_grad_enabled() and called_by_autograd()
-    return _accumulate(target, value, alpha=alpha) if called else NotImplemented
+    return _accumulate(target, value, alpha=alpha) if called_by_autograd() else NotImplemented
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa: ARG001  (as torch calls it)

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 import torch.autograd.function as autograd_function
 from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _FUNCTION_FILE = autograd_function.__file__
 # From torch 2.14 on, the function that calls a forward has no frame.
 _APPLY_IS_PYTHON = isinstance(vars(autograd_function.Function)["apply"], classmethod)
 # Files of the wrappers by which torch.compile skips a mode's ``__torch_dispatch__``.
 _WRAPPER_FILES = (os.path.join("torch", "_compile.py"), os.path.join("torch", "_dynamo", "eval_frame.py"))
+# Of threads that run Python from their beginning on.
+_OUTERMOST = ("<module>", "_bootstrap")
 _DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
 
@@ -65,16 +69,28 @@ def inside_description() -> bool:
 def called_by_autograd() -> bool:
     """Return whether autograd's engine itself has called the operator that this thread is in, not a hook or a Function.
 
-    The user's modes may lie between. On the thread of an accelerator the engine has no frame.
+    The user's modes may lie between. On the thread of an accelerator the engine has no frame. Nor has it one where it
+    was not called by torch's Python functions, as by TorchScript: then it is taken for the caller under
+    ``create_graph=True``.
     """
-    outermost = ""
+    outermost: FrameType | None = None
     for frame in calling_frames():
         code = frame.f_code
         if code is _engine_run_backward.__code__:
-            break
+            return outermost is None or _is_of_a_mode(outermost)
         if not code.co_filename.endswith(_WRAPPER_FILES):
-            outermost = code.co_name
-    return outermost == "__torch_dispatch__"
+            outermost = frame
+    assert outermost is not None, "this function has a caller"
+    return _is_of_a_mode(outermost) or (outermost.f_code.co_name in _OUTERMOST and torch.is_grad_enabled())
+
+
+def _is_of_a_mode(frame: FrameType) -> bool:
+    """Return whether a frame is that of a mode's ``__torch_dispatch__``, or of what wraps that."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+    if isinstance(first, tuple) and first:  # of a wrapper that takes any arguments
+        first = first[0]
+    return code.co_name == "__torch_dispatch__" or isinstance(first, (TorchDispatchMode, TorchFunctionMode))
 
 
 def calling_frames() -> Iterator[FrameType]:

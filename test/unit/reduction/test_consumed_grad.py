@@ -250,9 +250,39 @@ class Passing(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Decorated(Passing):
+    """One whose method torch's decorator wraps."""
+
+    __torch_dispatch__ = torch.no_grad()(Passing.__torch_dispatch__)
+
+
+class Wrapped(Passing):
+    """One whose method is a function without its name."""
+
+    __torch_dispatch__ = lambda self, func, types, args=(), kwargs=None: func(*args, **(kwargs or {}))  # noqa: E731
+
+
+BACKWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "engine": lambda loss, _: torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), True, True, (), allow_unreachable=True, accumulate_grad=True
+    ),
+    "operator": lambda loss, param: torch.ops.aten._backward(loss, [param], None, True, True),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_autograd_accumulates_with_a_graph_however_it_is_called(backward: str) -> None:
+    param, grad = consumed(OWNER)
+    BACKWARDS[backward]((param**2).sum(), param)
+    assert param.grad is grad and grad.pending is not None
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize(
-    "mode", [Passing, lambda: FlopCounterMode(display=False), BaseTorchFunctionMode], ids=["own", "flops", "function"]
+    "mode",
+    [Passing, Decorated, Wrapped, lambda: FlopCounterMode(display=False), BaseTorchFunctionMode],
+    ids=["own", "decorated", "wrapped", "flops", "function"],
 )
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_autograd_accumulates_where_a_mode_is_active(mode: Callable[[], Any], create_graph: bool) -> None:

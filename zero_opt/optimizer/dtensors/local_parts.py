@@ -164,6 +164,13 @@ def cut_like(value: Any, param: Tensor) -> Any:
         return full
     if full.shape != param.shape:
         placements = [Replicate()] * mesh.ndim
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate() and bool((mesh.mesh.diff(dim=dim) < 0).any()):
+            raise StateDictError(
+                f"the ranks of the mesh {mesh.mesh.tolist()} are not in ascending order: there fully_shard cuts "
+                "parameters otherwise than torch cuts tensors. Make the mesh in ascending order, or load DTensors that "
+                "these ranks have saved"
+            )
     with torch.no_grad():
         return distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
 

@@ -315,6 +315,7 @@ class LocalView:
             with uninterrupted():
                 params = [[self._plain(param) for param in group["params"]] for group in groups]
                 self._seen, self._groups = list(groups), [*map(PlainGroup, groups, params)]
+                self._samples.look_at([twin.sampled for twin in self._twins.values()])  # before masters are made
         return self._groups
 
     def _plain(self, param: Tensor) -> nn.Parameter:

@@ -19,7 +19,7 @@ from ...system.devices import is_host
 from ...system.inference_mode import outside_inference_mode
 
 # At most so many stretches of a part are looked at, of so many neighboring elements each.
-_STRETCHES, _STRETCH = 64, 64
+_STRETCHES, _STRETCH = 32, 16
 _ALIGN = 16
 NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -27,7 +27,7 @@ NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
 def sampled(part: Tensor) -> Tensor:
     """Return a view of the elements of a part that are compared: stretches at equal distances, up to the end.
 
-    A part of up to 4096 elements, or with gaps between them, is compared as a whole. The view is empty for a part on an
+    A part of up to 512 elements, or with gaps between them, is compared as a whole. The view is empty for a part on an
     accelerator, where reading waits for the device, or without values in memory of its own.
     """
     part = part.detach()
@@ -73,8 +73,7 @@ class PartSamples:
         Args:
             views: of parts, see :func:`sampled`; the same objects as before, where they are of the same memory.
         """
-        if len(views) != len(self._views) or not all(map(is_, views, self._views)):
-            self._take(views)
+        self.look_at(views)
         last, now = self._last, self._now
         _copy_all(now, views)
         if torch.equal(now.bits, last.bits):
@@ -85,7 +84,10 @@ class PartSamples:
         """Remember the values as they are."""
         _copy_all(self._last, self._views)
 
-    def _take(self, views: list[Tensor]) -> None:
+    def look_at(self, views: list[Tensor]) -> None:
+        """Remember the values of new views as they are, and of others as they were at the last :meth:`note`."""
+        if len(views) == len(self._views) and all(map(is_, views, self._views)):
+            return
         known = {id(view): values for view, values in zip(self._views, self._last.each, strict=True)}
         with outside_inference_mode():
             last, now = _Copies(views), _Copies(views)

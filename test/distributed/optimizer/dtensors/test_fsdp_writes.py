@@ -99,6 +99,31 @@ def test_writes_that_torch_does_not_count_are_taken_over(tmp_path: Path, name: s
     run_processes(2, _taken_over, tmp_path, name)
 
 
+def _before_the_first_step(rank: int, world_size: int, offload: Any, counted: bool) -> list[Tensor]:
+    net = sharded_net(mesh_of((world_size,)), dtype=BF16)
+    optimizer = sharded_optimizer(net, offload=offload)
+    with torch.no_grad():
+        torch._foreach_mul_([param for param in _params(net) if param.requires_grad], -0.5)
+    if counted:
+        torch.autograd.graph.increment_version(_params(net))
+    for step in range(2):
+        backward(net, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return locals_of(_params(net))
+
+
+def _is_taken_over_before_the_first_step(rank: int, world_size: int, offload: Any) -> None:
+    found, wanted = (_before_the_first_step(rank, world_size, offload, counted) for counted in (False, True))
+    assert_bitwise(found, wanted)
+
+
+@pytest.mark.parametrize("offload", [zero_opt.CPUOffload(), zero_opt.WorkerOffload()], ids=["cpu", "worker"])
+def test_such_a_write_before_the_first_step_is_taken_over(offload: Any) -> None:
+    run_processes(2, _is_taken_over_before_the_first_step, offload)
+
+
 def _while_pending(rank: int, world_size: int) -> None:
     net = sharded_net(mesh_of((world_size,)))
     optimizer = sharded_optimizer(net, offload=zero_opt.WorkerOffload(delay=1))

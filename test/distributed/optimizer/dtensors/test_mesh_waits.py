@@ -22,7 +22,7 @@ from test.support.failures import PATIENCE_S
 from test.support.fsdp_models import backward, sharded_net, sharded_optimizer
 from test.support.harness import run_processes
 from zero_opt.comm import process_identity
-from zero_opt.errors import PeerLost, PeerSilent, RankMismatch
+from zero_opt.errors import PeerLost, PeerSilent, RankMismatch, StateDictError
 from zero_opt.optimizer.dtensors import mesh_params
 from zero_opt.system.waiting import until
 
@@ -57,6 +57,29 @@ def _in_another_order(rank: int, world_size: int) -> str:
 def test_a_mesh_may_have_its_ranks_in_any_order(world_size: int) -> None:
     for said in run_processes(world_size, _in_another_order):
         assert said.startswith("the norm that gradients are clipped to: 1.0 on rank 0, 2.0 on rank 2;")
+
+
+def _loads(rank: int, world_size: int, offload: Any) -> str:
+    optimizer = _made(rank, PERMUTED[world_size], offload=offload)
+    own = optimizer.state_dict()
+    full: list[Any] = [None]
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        full = [optimizer.state_dict()]
+    dist.broadcast_object_list(full, src=0)
+    with pytest.raises(StateDictError) as caught:
+        optimizer.load_state_dict(full[0])
+    optimizer.load_state_dict(own)
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("offload", [None, zero_opt.WorkerOffload()], ids=["none", "worker"])
+@pytest.mark.parametrize("world_size", PERMUTED)
+def test_full_state_is_refused_where_torch_would_cut_it_otherwise(world_size: int, offload: Any) -> None:
+    for said in run_processes(world_size, _loads, offload):
+        assert f"the mesh {PERMUTED[world_size]} are not in ascending order" in said
 
 
 def _sockets() -> dict[int, tuple[Any, Any]]:

@@ -14,23 +14,23 @@ def _offsets(part: Tensor) -> Tensor:
     return sampled(part).flatten().long()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 4095, 4096])
+@pytest.mark.parametrize("numel", [0, 1, 511, 512])
 def test_of_a_small_part_all_is_looked_at(numel: int) -> None:
     assert _offsets(torch.arange(numel)).equal(torch.arange(numel))
 
 
-@pytest.mark.parametrize("numel", [4097, 5000, 8192, 12_345, 1 << 20, (1 << 20) + 1])
+@pytest.mark.parametrize("numel", [513, 1024, 5000, 8192, 12_345, 1 << 20, (1 << 20) + 1])
 def test_of_a_large_part_stretches_all_over_it_are_looked_at(numel: int) -> None:
     seen = _offsets(torch.arange(numel))
-    assert 1024 <= seen.numel() <= 4096
+    assert 128 <= seen.numel() <= 512
     assert seen.unique().numel() == seen.numel()
     widest = (seen[1:] - seen[:-1]).max()
     assert seen[0] == 0
-    assert numel - int(seen[-1]) <= int(widest) + 64  # which has no room for one more
+    assert numel - int(seen[-1]) <= int(widest) + 16  # which has no room for one more
 
 
 def test_all_columns_have_their_turn() -> None:
-    for columns in (64, 256, 1024, 4096):
+    for columns in (64, 256, 512):
         seen = _offsets(torch.arange(columns * 4096).view(4096, columns))
         assert (seen % columns).unique().numel() == columns
 
