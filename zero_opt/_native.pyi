@@ -1,6 +1,7 @@
 """The compiled kernels. Addresses and sizes are trusted: go through zero_opt.cpu_adam, which checks them."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -311,6 +312,20 @@ def flattened(dicts: list[Any]) -> list[Any] | None:
 
 def same_objects(these: list[Any], those: list[Any]) -> bool:
     """Whether two lists hold the same objects, in the same order."""
+
+def arrival_hook(
+    reduction: weakref.ReferenceType[Any],
+    index: int,
+    kind: type,
+    otherwise: Callable[[Tensor], None],
+    unheard: list[None],
+    torch: tuple[type, object, Callable[[], int]],
+) -> Callable[[Tensor], None]:
+    """A hook that takes the gradient of parameter ``index`` into the round of an OverlappedReduction.
+
+    For parameters of another class than ``kind``, and all but usual gradients, it appends to ``unheard`` and calls
+    ``otherwise``. ``torch``: ``Tensor``, ``strided``, and what returns the number of the pass that autograd is in.
+    """
 
 def isas() -> list[str]:
     """The instruction sets that this build and this processor have, slowest first."""

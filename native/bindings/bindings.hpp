@@ -13,5 +13,6 @@ void bind_step(py::module_& m);
 void bind_exchange(py::module_& m);
 void bind_worker(py::module_& m);
 void bind_many(py::module_& m);
+void bind_arrivals(py::module_& m);
 
 }  // namespace zero_opt::bindings

@@ -26,4 +26,5 @@ PYBIND11_MODULE(_native, m) {
   zero_opt::bindings::bind_exchange(m);
   zero_opt::bindings::bind_worker(m);
   zero_opt::bindings::bind_many(m);
+  zero_opt::bindings::bind_arrivals(m);
 }

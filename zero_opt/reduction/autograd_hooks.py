@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigConflict, StepDesync
+from ..sharding.buckets import Fill
 from ..sharding.late_params import Unwatched, is_late
+from ..system.extension import native, native_available
 from ..system.frames import inside_function
 from ..system.inference_mode import outside_inference_mode
 from ..system.untraced import untraced
+from .dropped_grads import OwnSums
+from .grad_places import GradPlaces
 
 _in_inference_mode = torch.is_inference_mode_enabled
 _graph_task = torch._C._current_graph_task_id
+_TORCH = (Tensor, torch.strided, _graph_task)  # what a hook of the extension needs of torch
 
 
 class ArrivalHooks:
@@ -53,16 +58,26 @@ class ArrivalHooks:
         """Hook ``param``, if it may have a gradient and is not hooked yet. To be called where no signal interrupts."""
         if index in self._handles or not can_have_grad(param):
             return
-        kind = None if is_late(param) else type(param)
-        first = partial(next, map(self._unheard.append, repeat(None)))
-        last = partial(_announce, self._owner, self._arrived, self._unheard, index, kind)
         frozen = not param.requires_grad
         # torch registers no hook on a frozen parameter, which may have state from before and be thawed later.
         param.requires_grad_()
         try:
-            self._handles[index] = _registered(param, first, last)
+            self._handles[index] = self._registered(index, param)
         finally:
             param.requires_grad_(not frozen)
+
+    def _registered(self, index: int, param: Any) -> list[Any]:
+        """Register a hook before those that the parameter has, and one behind them; return their handles."""
+        before = dict(param._post_accumulate_grad_hooks or {})
+        for key in before:
+            del param._post_accumulate_grad_hooks[key]
+        handles = [param.register_post_accumulate_grad_hook(partial(next, map(self._unheard.append, repeat(None))))]
+        param._post_accumulate_grad_hooks.update(before)  # torch calls them in the order in which they were put in
+        return [*handles, param.register_post_accumulate_grad_hook(self._announcing(index, param))]
+
+    def _announcing(self, index: int, param: Tensor) -> Callable[[Tensor], None]:
+        kind = None if is_late(param) else type(param)
+        return partial(_announce, self._owner, self._arrived, self._unheard, index, kind)
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -74,19 +89,49 @@ class ArrivalHooks:
         self.close()
 
 
+class Taking(NamedTuple):
+    """What the hook of a usual gradient reads and changes; see [Note: the usual gradient].
+
+    ``task`` is the pass whose gradients the round under way takes, ``rounds`` the number of that round. The others are
+    the attributes of :class:`OverlappedReduction`.
+    """
+
+    task: int
+    in_round: set[int]
+    shown: set[int]
+    places: GradPlaces
+    fills: Mapping[int, Fill]
+    sums: OwnSums
+    rounds: int
+    withdrawn: set[int]
+    local: set[int]
+
+
+class TakingHooks(ArrivalHooks):
+    """Hooks of an :class:`OverlappedReduction`, most of whose gradients the extension takes.
+
+    [Note: the usual gradient]
+    The hook is a function of the extension, native/bindings/bind_arrivals.cpp. A usual gradient is not the first one of
+    a backward, nor the last of its bucket, nor added to one before; it is no view, and lies in host memory. The
+    extension does with it what ``_arrived`` would do, by what the reduction has put in ``_taking``. That is None while
+    ``_arrived`` runs, on whatever thread, or a round is opened, and from the end of the round on. All other gradients
+    are left to ``_arrived``.
+
+    The function notes that a gradient has come before it calls Python. So no hook is registered before it, but where
+    another one is, which may raise an exception.
+    """
+
+    def _registered(self, index: int, param: Any) -> list[Any]:
+        if is_late(param) or param._post_accumulate_grad_hooks or not native_available():
+            return super()._registered(index, param)
+        otherwise = self._announcing(index, param)
+        hook = native.arrival_hook(self._owner, index, type(param), otherwise, self._unheard, _TORCH)
+        return [param.register_post_accumulate_grad_hook(hook)]
+
+
 def can_have_grad(param: Tensor) -> bool:
     """Return whether torch lets a parameter require a gradient, as it does not with integers (quantized weights)."""
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
-
-
-def _registered(param: Any, first: Callable[[Tensor], None], last: Callable[[Tensor], None]) -> list[Any]:
-    """Register a hook before those that the parameter has, and one behind them; return their handles."""
-    before = dict(param._post_accumulate_grad_hooks or {})
-    for key in before:
-        del param._post_accumulate_grad_hooks[key]
-    handles = [param.register_post_accumulate_grad_hook(first)]
-    param._post_accumulate_grad_hooks.update(before)  # torch calls them in the order in which they were put in
-    return [*handles, param.register_post_accumulate_grad_hook(last)]
 
 
 @untraced  # a backward inside torch.compile would trace it

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
+from .autograd_hooks import ArrivalHooks
 from .consumed_grad import ConsumedGrad
 from .ddp_conflict import ddp_conflict, forward_of_ddp, over_other_ranks
 from .grad_places import GradPlaces
@@ -51,6 +52,7 @@ class DDPHookReduction(OverlappedReduction):
         f"{OverlappedReduction._after_exception}; if DistributedDataParallel has not finished its reduction, and says "
         "so then, make it and the optimizer anew on every rank"
     )
+    _hooks_type = ArrivalHooks
 
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)

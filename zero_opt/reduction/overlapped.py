@@ -37,7 +37,7 @@ from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
-from .autograd_hooks import ArrivalHooks, BackwardPasses, ended_in_exception
+from .autograd_hooks import ArrivalHooks, BackwardPasses, Taking, TakingHooks, ended_in_exception
 from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlaces
@@ -45,7 +45,7 @@ from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, Seal
 from .round_matching import RoundMatching, order_digest, require_same_order
 from .shard_squares import ShardSquares
 
-_STRIDED, _graph_task = torch.strided, torch._C._current_graph_task_id
+_graph_task = torch._C._current_graph_task_id
 
 
 class OverlappedReduction(GradReduction, GradOwner):
@@ -58,10 +58,11 @@ class OverlappedReduction(GradReduction, GradOwner):
     """
 
     _after_exception = "call zero_grad() on every rank and repeat it"
+    _hooks_type: type[ArrivalHooks] = TakingHooks
 
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
-        self._hooks = ArrivalHooks(self._arrived)
+        self._hooks = self._hooks_type(self._arrived)
         self._passes = BackwardPasses(self._hooks)
         self._squares: list[ShardSquares] = []
         self._matching, self._lock = RoundMatching(parts), threading.RLock()
@@ -79,7 +80,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     def _forget_rounds(self) -> None:
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
-        self._task: int | None = None  # whose arrivals belong to the round under way
+        self._taking: Taking | None = None  # None too while _arrived() runs; see [Note: the usual gradient]
         self._rounds, self._next = 0, 0
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
         self._sums.forget_rounds()
@@ -88,6 +89,7 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def _forget_backwards(self) -> None:
         """Begin an epoch: no backward has delivered anything to it."""
+        self._taking = None
         self._delivered: set[int] = set()  # but for those of the last round
         self._in_round: set[int] = set()  # delivered in it
         self._synced: set[bool] = set()  # of the backwards in this epoch
@@ -128,11 +130,11 @@ class OverlappedReduction(GradReduction, GradOwner):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients stay local and full-size, to be reduced with the next backward outside the context."""
-        before, self._sync, self._task = self._sync, False, None
+        before, self._sync, self._taking = self._sync, False, None
         try:
             yield
         finally:
-            self._sync, self._task = before, None
+            self._sync, self._taking = before, None
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank.
@@ -140,8 +142,8 @@ class OverlappedReduction(GradReduction, GradOwner):
         Autograd has a thread per device, and these may call at the same time.
         """
         with self._lock:
-            task = _graph_task()
-            if task != self._task:
+            (taking, self._taking), task = (self._taking, None), _graph_task()
+            if taking is None or taking.task != task:
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
                 if not self._sync:
@@ -150,10 +152,11 @@ class OverlappedReduction(GradReduction, GradOwner):
                     return
                 if begins or not self._fills:
                     self._open_round()
-                self._task = task
             if index in self._in_round:
                 self._open_round()
             self._take(index)
+            gradients, sums = (self._in_round, self._shown, self._places, self._fills), (self._sums, self._rounds)
+            self._taking = Taking(task, *gradients, *sums, self._withdrawn, self._local)
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
@@ -171,7 +174,7 @@ class OverlappedReduction(GradReduction, GradOwner):
             if grad is None:
                 return
         else:
-            if type(grad) is not Tensor or grad.layout is not _STRIDED or index in self._shown:
+            if type(grad) is not Tensor or grad.layout is not torch.strided or index in self._shown:
                 del consumed, place  # which would be references to the stand-in
                 grad = self._fresh(index, grad)
                 consumed = self._places[index].consumed
@@ -223,6 +226,7 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
+        self._taking = None
         self._launch_all()
         self._submit_deferred()
         partition = self._partition

@@ -1,0 +1,137 @@
+// The hook of a gradient that arrives, for most gradients: what OverlappedReduction._arrived() does, in one call.
+//
+// The objects are those of zero_opt/reduction/overlapped.py. Whatever is not the usual case is left to Python, before
+// anything has changed. No thread is in _arrived() while the reduction has a _taking, and no other one gets the
+// interpreter's lock in here before everything has changed.
+#include <stdexcept>
+
+#include "bindings/bindings.hpp"
+
+namespace zero_opt::bindings {
+namespace {
+
+// The members of a hook's own state, and of a reduction's Taking.
+enum Member { kReduction, kIndex, kClass, kOtherwise, kUnheard, kTensor, kStrided, kTask, kMembers };
+enum Taking { kOfTask, kInRound, kShown, kPlaces, kFills, kSums, kRounds, kWithdrawn, kLocal, kTakingMembers };
+// Those of a GradPlace.
+enum Place { kParam, kConsumed, kBucket, kPosition };
+
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+struct Names {
+  PyObject *taking = interned("_taking"), *sealed = interned("sealed"), *missing = interned("missing");
+  PyObject *grads = interned("grads"), *producers = interned("producers");
+  PyObject *grad = interned("grad"), *layout = interned("layout"), *base = interned("_base");
+};
+
+const Names& names() {
+  static const Names kept;
+  return kept;
+}
+
+py::object stolen(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+py::object attribute(py::handle object, PyObject* name) { return stolen(PyObject_GetAttr(object.ptr(), name)); }
+
+bool truth(int result) {
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+bool contains(PyObject* set, PyObject* key) { return truth(PySet_Contains(set, key)); }
+
+// Returns a dict's value, borrowed, or a null pointer.
+PyObject* value_of(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+// Returns what a weak reference refers to, or None.
+py::object referent(PyObject* weak) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* object = nullptr;
+  truth(PyWeakref_GetRef(weak, &object));
+  return object == nullptr ? py::object(py::none()) : py::reinterpret_steal<py::object>(object);
+#else
+  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(weak));
+#endif
+}
+
+// Whether autograd made a gradient as it usually does, so that its bucket can have it as it is.
+bool is_plain(const py::object& grad, PyObject* state) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(grad.ptr())) == PyTuple_GET_ITEM(state, kTensor) &&
+         attribute(grad, names().layout).ptr() == PyTuple_GET_ITEM(state, kStrided) &&
+         attribute(grad, names().base).is_none();
+}
+
+// Moves the gradient of a parameter into its bucket's round, or returns false, with nothing changed.
+bool take(PyObject* state, PyObject* param) {
+  const Names& name = names();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(param)) != PyTuple_GET_ITEM(state, kClass)) return false;
+  const py::object reduction = referent(PyTuple_GET_ITEM(state, kReduction));
+  if (reduction.is_none()) return false;
+  py::object grad = attribute(param, name.grad);  // before what follows, as it may let the garbage collector run
+  if (!is_plain(grad, state)) return false;
+  const py::object taking = attribute(reduction, name.taking);
+  if (!PyTuple_Check(taking.ptr()) || PyTuple_GET_SIZE(taking.ptr()) != kTakingMembers) return false;
+  const auto member = [&taking](Taking at) { return PyTuple_GET_ITEM(taking.ptr(), at); };
+  const py::object task = stolen(PyObject_CallNoArgs(PyTuple_GET_ITEM(state, kTask)));
+  if (!truth(PyObject_RichCompareBool(task.ptr(), member(kOfTask), Py_EQ))) return false;
+  PyObject* index = PyTuple_GET_ITEM(state, kIndex);
+  if (contains(member(kInRound), index) || contains(member(kShown), index)) return false;
+  PyObject* place = value_of(member(kPlaces), index);
+  if (place == nullptr || PyTuple_GET_ITEM(place, kParam) != param) return false;
+  const py::handle open = value_of(member(kFills), PyTuple_GET_ITEM(place, kBucket));
+  if (!open) return false;
+  const auto fill = py::reinterpret_borrow<py::object>(open);
+  const Py_ssize_t missing = PyLong_AsSsize_t(attribute(fill, name.missing).ptr());
+  if (missing <= 1 || attribute(fill, name.sealed).ptr() != Py_False) return false;
+  if (!attribute(fill, name.producers).is_none()) return false;
+  const py::object grads = attribute(fill, name.grads), left = stolen(PyLong_FromSsize_t(missing - 1));
+  if (PyObject_SetAttr(param, name.grad, PyTuple_GET_ITEM(place, kConsumed)) != 0) {
+    PyErr_Clear();  // Python meets it again, and says what does not fit
+    return false;
+  }
+  truth(PySet_Add(member(kShown), index));
+  truth(PySet_Add(member(kInRound), index));
+  if (PyDict_SetDefault(member(kSums), index, member(kRounds)) == nullptr) throw py::error_already_set();
+  truth(PySet_Discard(member(kWithdrawn), index));
+  truth(PySet_Discard(member(kLocal), index));
+  const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, kPosition));
+  truth(PyList_SetItem(grads.ptr(), position, grad.release().ptr()));
+  truth(PyObject_SetAttr(fill.ptr(), name.missing, left.ptr()));
+  return true;
+}
+
+PyObject* arrived(PyObject* state, PyObject* param) {
+  try {
+    if (take(state, param)) Py_RETURN_NONE;
+    truth(PyList_Append(PyTuple_GET_ITEM(state, kUnheard), Py_None));
+    return PyObject_CallOneArg(PyTuple_GET_ITEM(state, kOtherwise), param);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+// Returns a hook, which holds its state as a built-in method holds its object: the garbage collector knows both.
+py::object arrival_hook(const py::weakref& reduction, const py::int_& index, const py::type& kind,
+                        const py::object& otherwise, const py::list& unheard, const py::tuple& torch) {
+  static PyMethodDef method = {"arrived", &arrived, METH_O, nullptr};
+  const py::tuple state = py::make_tuple(reduction, index, kind, otherwise, unheard) + torch;
+  if (state.size() != kMembers) throw std::invalid_argument("of torch it takes Tensor, strided, and a function");
+  return stolen(PyCFunction_NewEx(&method, state.ptr(), py::str("zero_opt._native").ptr()));
+}
+
+}  // namespace
+
+void bind_arrivals(py::module_& m) {
+  m.def("arrival_hook", &arrival_hook, py::arg("reduction"), py::arg("index"), py::arg("kind"), py::arg("otherwise"),
+        py::arg("unheard"), py::arg("torch"));
+}
+
+}  // namespace zero_opt::bindings

@@ -1,0 +1,214 @@
+"""The extension's hook takes usual gradients, and with it a step has the bits that it has with Python's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_opt
+from test.support.rank_processes import run_processes
+from zero_opt.reduction import autograd_hooks
+
+PARAMS, NUMEL = 12, 7
+
+
+class Odd(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
+def _model(seed: int) -> list[nn.Parameter]:
+    torch.manual_seed(seed)
+    return [(Odd if at == 3 else nn.Parameter)(torch.randn(NUMEL)) for at in range(PARAMS)]
+
+
+def _loss(params: list[nn.Parameter], rank: int) -> Tensor:
+    return torch.stack([(param * (at + rank + 1)).sin().sum() for at, param in enumerate(params)]).sum()
+
+
+def _plain(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    _loss(params, rank).backward()
+
+
+def _twice(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    for _ in range(2):
+        _loss(params, rank).backward()
+
+
+def _beside_no_sync(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    with optimizer.no_sync():
+        _loss(params, rank).backward()
+    _loss(params, rank).backward()
+
+
+def _unused(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    _loss(params[rank + 1 : 9], rank).backward()
+
+
+def _zeroed_between(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    _loss(params, rank).backward()
+    optimizer.zero_grad()
+    _loss(params[2:], rank).backward()
+
+
+def _zeroed_within(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    """Drop a gradient in the backward that has brought it; it is brought again in the same one."""
+    first, last = params[0], params[PARAMS - 1]
+
+    def drop(_: Tensor) -> None:
+        last.grad = None
+
+    handle = first.register_post_accumulate_grad_hook(drop)
+    _loss(params, rank).backward()
+    handle.remove()
+    _loss(params, rank).backward()
+
+
+def _views(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    flat = torch.zeros(PARAMS * NUMEL)
+    for param, part in zip(params, flat.split(NUMEL), strict=True):
+        param.grad = part
+    _loss(params, rank).backward()
+
+
+def _retained(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    loss = _loss(params, rank)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+
+
+def _in_threads(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    """Two backwards at the same time would come in any order; here one is over before the other begins."""
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: _loss(params, rank).backward())
+        thread.start()
+        thread.join(600)
+
+
+def _in_inference_mode(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    loss = _loss(params, rank)
+    with torch.inference_mode():
+        loss.backward()
+
+
+Backwards = Callable[[list[nn.Parameter], int, zero_opt.ShardedOptimizer], None]
+WAYS: list[Backwards] = [
+    _plain,
+    _twice,
+    _beside_no_sync,
+    _unused,
+    _zeroed_between,
+    _zeroed_within,
+    _views,
+    _retained,
+    _in_threads,
+    _in_inference_mode,
+]
+
+
+def _trained(rank: int, world_size: int, backwards: Backwards, native: bool) -> list[Tensor]:
+    params = _model(0)
+    reduction = zero_opt.Overlapped(bucket_mb=5 * NUMEL * 4 / 2**20)
+    with mock.patch.object(autograd_hooks, "native_available", return_value=native):
+        optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, reduction=reduction)
+        for _ in range(3):
+            backwards(params, rank, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [param.detach().clone() for param in params]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("backwards", WAYS, ids=lambda way: way.__name__.strip("_"))
+def test_bits_are_those_of_hooks_of_python(backwards: Backwards) -> None:
+    by_extension, by_python = (run_processes(2, _trained, backwards, native) for native in (True, False))
+    for found, expected in zip(by_extension, by_python, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def _python_calls(rank: int, world_size: int, reduction: zero_opt.ReductionPolicy, hooked: bool) -> list[int]:
+    """Return per backward how many gradients went through Python."""
+    params, calls, found = [nn.Parameter(torch.randn(NUMEL)) for _ in range(PARAMS)], list[str](), []
+    for param in params if hooked else ():
+        param.register_post_accumulate_grad_hook(lambda _: None)
+    with mock.patch.object(autograd_hooks, "_announce", partial(_noted, calls, autograd_hooks._announce)):
+        optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=reduction)
+        for _ in range(4):
+            calls.clear()
+            _loss(params, rank).backward()
+            found.append(len(calls))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+def _noted(calls: list[str], announce: Callable[..., None], *args: object) -> None:
+    calls.append("")
+    announce(*args)
+
+
+def test_python_sees_the_first_and_the_last_gradient_of_a_bucket() -> None:
+    for calls in run_processes(2, _python_calls, zero_opt.Overlapped(), False):
+        assert calls[1:] == [2, 2, 2]
+
+
+def test_python_sees_all_gradients_of_parameters_with_earlier_hooks() -> None:
+    for calls in run_processes(2, _python_calls, zero_opt.Overlapped(), True):
+        assert calls[1:] == [PARAMS] * 3
+
+
+def _after_exception(rank: int, world_size: int, register_first: bool) -> str:
+    """A hook of the user's raises; what step() says."""
+    params = _model(0)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("of the user's")
+
+    def register() -> None:
+        handles.append(params[5].register_post_accumulate_grad_hook(fail))
+
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    if register_first:
+        register()
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
+    if not register_first:
+        register()
+    with pytest.raises(RuntimeError, match="of the user's"):
+        _loss(params, rank).backward()
+    with pytest.raises(zero_opt.StepDesync) as caught:
+        optimizer.step()
+    handles[0].remove()
+    optimizer.zero_grad()
+    _loss(params, rank).backward()
+    optimizer.step()
+    optimizer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("register_first", [True, False], ids=["before", "behind"])
+def test_a_backward_that_a_hook_has_ended_is_not_stepped(register_first: bool) -> None:
+    for message in run_processes(2, _after_exception, register_first):
+        assert "a backward ended in an exception" in message
+
+
+def _freed(rank: int, world_size: int) -> int:
+    params = _model(0)
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
+    _loss(params, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    del optimizer
+    _loss(params, rank).backward()
+    return sum(type(param.grad) is Tensor for param in params)
+
+
+def test_hooks_of_an_optimizer_that_is_gone_leave_gradients() -> None:
+    assert run_processes(2, _freed) == [PARAMS, PARAMS]
