@@ -319,12 +319,13 @@ def arrival_hook(
     kind: type,
     otherwise: Callable[[Tensor], None],
     unheard: list[None],
-    torch: tuple[type, object, Callable[[], int]],
+    torch: tuple[type, object, Callable[[], int], Callable[[], bool]],
 ) -> Callable[[Tensor], None]:
     """A hook that takes the gradient of parameter ``index`` into the round of an OverlappedReduction.
 
     For parameters of another class than ``kind``, and all but usual gradients, it appends to ``unheard`` and calls
-    ``otherwise``. ``torch``: ``Tensor``, ``strided``, and what returns the number of the pass that autograd is in.
+    ``otherwise``. ``torch``: ``Tensor``, ``strided``, what returns the number of the pass that autograd is in, and
+    whether a torch function mode is on.
     """
 
 def isas() -> list[str]:

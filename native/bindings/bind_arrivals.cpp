@@ -11,7 +11,7 @@ namespace zero_opt::bindings {
 namespace {
 
 // The members of a hook's own state, and of a reduction's Taking.
-enum Member { kReduction, kIndex, kClass, kOtherwise, kUnheard, kTensor, kStrided, kTask, kMembers };
+enum Member { kReduction, kIndex, kClass, kOtherwise, kUnheard, kTensor, kStrided, kTask, kMode, kMembers };
 enum Taking { kOfTask, kInRound, kShown, kPlaces, kFills, kSums, kRounds, kWithdrawn, kLocal, kTakingMembers };
 // Those of a GradPlace.
 enum Place { kParam, kConsumed, kBucket, kPosition };
@@ -36,10 +36,14 @@ py::object stolen(PyObject* result) {
 
 py::object attribute(py::handle object, PyObject* name) { return stolen(PyObject_GetAttr(object.ptr(), name)); }
 
+py::object called(PyObject* function) { return stolen(PyObject_CallNoArgs(function)); }
+
 bool truth(int result) {
   if (result < 0) throw py::error_already_set();
   return result != 0;
 }
+
+bool is_true(const py::object& value) { return truth(PyObject_IsTrue(value.ptr())); }
 
 bool contains(PyObject* set, PyObject* key) { return truth(PySet_Contains(set, key)); }
 
@@ -72,6 +76,7 @@ bool is_plain(const py::object& grad, PyObject* state) {
 bool take(PyObject* state, PyObject* param) {
   const Names& name = names();
   if (reinterpret_cast<PyObject*>(Py_TYPE(param)) != PyTuple_GET_ITEM(state, kClass)) return false;
+  if (is_true(called(PyTuple_GET_ITEM(state, kMode)))) return false;
   const py::object reduction = referent(PyTuple_GET_ITEM(state, kReduction));
   if (reduction.is_none()) return false;
   py::object grad = attribute(param, name.grad);  // before what follows, as it may let the garbage collector run
@@ -79,11 +84,12 @@ bool take(PyObject* state, PyObject* param) {
   const py::object taking = attribute(reduction, name.taking);
   if (!PyTuple_Check(taking.ptr()) || PyTuple_GET_SIZE(taking.ptr()) != kTakingMembers) return false;
   const auto member = [&taking](Taking at) { return PyTuple_GET_ITEM(taking.ptr(), at); };
-  const py::object task = stolen(PyObject_CallNoArgs(PyTuple_GET_ITEM(state, kTask)));
+  const py::object task = called(PyTuple_GET_ITEM(state, kTask));
   if (!truth(PyObject_RichCompareBool(task.ptr(), member(kOfTask), Py_EQ))) return false;
   PyObject* index = PyTuple_GET_ITEM(state, kIndex);
   if (contains(member(kInRound), index) || contains(member(kShown), index)) return false;
-  PyObject* place = value_of(member(kPlaces), index);
+  const auto owned = py::reinterpret_borrow<py::object>(value_of(member(kPlaces), index));
+  PyObject* place = owned.ptr();
   if (place == nullptr || PyTuple_GET_ITEM(place, kParam) != param) return false;
   const py::handle open = value_of(member(kFills), PyTuple_GET_ITEM(place, kBucket));
   if (!open) return false;
@@ -93,6 +99,7 @@ bool take(PyObject* state, PyObject* param) {
   if (!attribute(fill, name.producers).is_none()) return false;
   const py::object grads = attribute(fill, name.grads), left = stolen(PyLong_FromSsize_t(missing - 1));
   if (PyObject_SetAttr(param, name.grad, PyTuple_GET_ITEM(place, kConsumed)) != 0) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
     PyErr_Clear();  // Python meets it again, and says what does not fit
     return false;
   }
@@ -108,14 +115,16 @@ bool take(PyObject* state, PyObject* param) {
 }
 
 PyObject* arrived(PyObject* state, PyObject* param) {
+  PyObject* unheard = PyTuple_GET_ITEM(state, kUnheard);
   try {
     if (take(state, param)) Py_RETURN_NONE;
-    truth(PyList_Append(PyTuple_GET_ITEM(state, kUnheard), Py_None));
-    return PyObject_CallOneArg(PyTuple_GET_ITEM(state, kOtherwise), param);
   } catch (py::error_already_set& error) {
+    if (PyList_Append(unheard, Py_None) != 0) PyErr_Clear();
     error.restore();
     return nullptr;
   }
+  if (PyList_Append(unheard, Py_None) != 0) return nullptr;
+  return PyObject_CallOneArg(PyTuple_GET_ITEM(state, kOtherwise), param);
 }
 
 // Returns a hook, which holds its state as a built-in method holds its object: the garbage collector knows both.
@@ -123,7 +132,7 @@ py::object arrival_hook(const py::weakref& reduction, const py::int_& index, con
                         const py::object& otherwise, const py::list& unheard, const py::tuple& torch) {
   static PyMethodDef method = {"arrived", &arrived, METH_O, nullptr};
   const py::tuple state = py::make_tuple(reduction, index, kind, otherwise, unheard) + torch;
-  if (state.size() != kMembers) throw std::invalid_argument("of torch it takes Tensor, strided, and a function");
+  if (state.size() != kMembers) throw std::invalid_argument("of torch it takes Tensor, strided, and two functions");
   return stolen(PyCFunction_NewEx(&method, state.ptr(), py::str("zero_opt._native").ptr()));
 }
 

@@ -101,7 +101,7 @@ def test_a_version_counter_of_32_bits_may_wrap() -> None:
 def test_autograds_numbers_of_backwards_may_wrap(outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An int32: a reentrant checkpoint may have the lowest of all while what is around it has the highest."""
     now = {"task": outer, "inner": False}
-    monkeypatch.setattr(autograd_hooks, "_graph_task", lambda: now["task"])
+    monkeypatch.setattr(autograd_hooks, "graph_task", lambda: now["task"])
     monkeypatch.setattr(autograd_hooks, "inside_function", lambda: now["inner"])
     engine = SimpleNamespace(queue_callback=lambda _: None)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)

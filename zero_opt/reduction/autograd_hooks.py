@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigConflict, StepDesync
 from ..sharding.buckets import Fill
@@ -23,8 +23,9 @@ from .dropped_grads import OwnSums
 from .grad_places import GradPlaces
 
 _in_inference_mode = torch.is_inference_mode_enabled
-_graph_task = torch._C._current_graph_task_id
-_TORCH = (Tensor, torch.strided, _graph_task)  # what a hook of the extension needs of torch
+graph_task = torch._C._current_graph_task_id
+# What a hook of the extension needs of torch.
+_TORCH = (Tensor, torch.strided, graph_task, torch._C._is_torch_function_mode_enabled)
 
 
 class ArrivalHooks:
@@ -48,7 +49,7 @@ class ArrivalHooks:
     @property
     def missed(self) -> bool:
         """Whether a gradient has come without a call that ended; false in a backward, where one may be under way."""
-        return bool(self._unheard) and _graph_task() == -1
+        return bool(self._unheard) and graph_task() == -1
 
     def forget_missed(self) -> None:
         """Forget gradients that came without a call: they are void."""
@@ -118,11 +119,13 @@ class TakingHooks(ArrivalHooks):
     are left to ``_arrived``.
 
     The function notes that a gradient has come before it calls Python. So no hook is registered before it, but where
-    another one is, which may raise an exception.
+    another one is, which may raise an exception. Where the user's code may run when ``p.grad`` is read or set, in a
+    subclass of Parameter or a mode, all gradients are left to Python.
     """
 
     def _registered(self, index: int, param: Any) -> list[Any]:
-        if is_late(param) or param._post_accumulate_grad_hooks or not native_available():
+        known = type(param) in (Tensor, nn.Parameter)
+        if not known or param._post_accumulate_grad_hooks or not native_available():
             return super()._registered(index, param)
         otherwise = self._announcing(index, param)
         hook = native.arrival_hook(self._owner, index, type(param), otherwise, self._unheard, _TORCH)
@@ -188,7 +191,7 @@ class BackwardPasses:
         Raises:
             ConfigConflict: compiled autograd runs it.
         """
-        task = _graph_task()
+        task = graph_task()
         if task == self._task:
             return False
         if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
@@ -210,7 +213,7 @@ class BackwardPasses:
 
     def broken(self) -> bool:
         """Return whether a pass that has brought a gradient has ended in an exception since :meth:`forget`."""
-        return bool(self._unfinished - {_graph_task()}) or self._hooks.missed
+        return bool(self._unfinished - {graph_task()}) or self._hooks.missed
 
     def forget(self) -> None:
         """Forget passes that have ended in an exception: what has arrived is void.

@@ -37,15 +37,13 @@ from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
-from .autograd_hooks import ArrivalHooks, BackwardPasses, Taking, TakingHooks, ended_in_exception
+from .autograd_hooks import ArrivalHooks, BackwardPasses, Taking, TakingHooks, ended_in_exception, graph_task
 from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
 from .round_matching import RoundMatching, order_digest, require_same_order
 from .shard_squares import ShardSquares
-
-_graph_task = torch._C._current_graph_task_id
 
 
 class OverlappedReduction(GradReduction, GradOwner):
@@ -80,6 +78,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     def _forget_rounds(self) -> None:
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
+        self._task: int | None = None  # whose arrivals belong to the round under way
         self._taking: Taking | None = None  # None too while _arrived() runs; see [Note: the usual gradient]
         self._rounds, self._next = 0, 0
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
@@ -130,20 +129,17 @@ class OverlappedReduction(GradReduction, GradOwner):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients stay local and full-size, to be reduced with the next backward outside the context."""
-        before, self._sync, self._taking = self._sync, False, None
+        before, self._sync, self._task, self._taking = self._sync, False, None, None
         try:
             yield
         finally:
-            self._sync, self._taking = before, None
+            self._sync, self._task, self._taking = before, None, None
 
     def _arrived(self, index: int) -> None:
-        """Hook: autograd has accumulated into a parameter's grad. Never waits for another rank.
-
-        Autograd has a thread per device, and these may call at the same time.
-        """
+        """Hook: autograd has accumulated into a parameter's grad. Never waits; autograd has a thread per device."""
         with self._lock:
-            (taking, self._taking), task = (self._taking, None), _graph_task()
-            if taking is None or taking.task != task:
+            self._taking, task = None, graph_task()
+            if task != self._task:
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
                 if not self._sync:
@@ -152,11 +148,13 @@ class OverlappedReduction(GradReduction, GradOwner):
                     return
                 if begins or not self._fills:
                     self._open_round()
+                self._task = task
             if index in self._in_round:
                 self._open_round()
             self._take(index)
-            gradients, sums = (self._in_round, self._shown, self._places, self._fills), (self._sums, self._rounds)
-            self._taking = Taking(task, *gradients, *sums, self._withdrawn, self._local)
+            if self._task == task:  # else a signal's handler, or a finalizer, has ended the round
+                gradients, sums = (self._in_round, self._shown, self._places, self._fills), (self._sums, self._rounds)
+                self._taking = Taking(task, *gradients, *sums, self._withdrawn, self._local)
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
