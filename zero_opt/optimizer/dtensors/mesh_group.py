@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from ...comm.rendezvous import LOOK_AFTER_S
 from ...comm.short_lived import CallWatch
 from ...comm.store import default_store
 from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
-from ...comm.user_connections import broken_connections
+from ...comm.user_connections import broken_connections, parent_of
 from ...comm.waits_beside import Broken, SubmittedCall
 from ...errors import PeerSilent, ZeroOptError
 from ...field_checks import waited_for
@@ -224,9 +223,9 @@ def _order_of_arrival(mesh: Any) -> list[int]:
 def _broken_connections(mesh: Any, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Yield the numbers among ``ranks`` of those to which a mesh's groups have no connection, and gloo's words."""
     for pg in _groups_of(mesh):
-        members = dist.get_process_group_ranks(pg)
-        for rank, words in broken_connections(weakref.ref(pg)):
-            yield ranks.index(members[rank]), words
+        members = parent_of(pg)
+        for rank, words in broken_connections(members):
+            yield ranks.index(members.ranks[rank]), words
 
 
 def _interrupt(mesh: Any, broken: Broken) -> None:
