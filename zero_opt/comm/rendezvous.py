@@ -66,7 +66,7 @@ _TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
 _STORE_LOST_S = 1.0
 # The absence of an error: rank, class, text, the meetings that are over with it, and the ranks that it gives up.
 _NO_ERROR = (None, "", "", (), ())
-AGAIN = "call it again on every rank, or restart all"
+_AGAIN = "call it again on every rank, or restart all"
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
@@ -148,13 +148,13 @@ def require_still_alone() -> None:
         )
 
 
-def ended_by(error: BaseException, name: str, call: str, then: str = AGAIN) -> str:
+def ended_by(error: BaseException, name: str, call: str) -> str:
     """Return what other ranks are told once an exception has ended, on the rank of that name, a call outside of a step.
 
-    ``call``: what the user has called. ``then``: what to do about it.
+    ``call``: what the user has called.
     """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"an exception on {name} ({said}) has ended {call} there; {then}"
+    return f"an exception on {name} ({said}) has ended {call} there; {_AGAIN}"
 
 
 def meetings_counted() -> dict[Key, int]:

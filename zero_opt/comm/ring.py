@@ -186,8 +186,35 @@ class Ring:
 
     def drop(self) -> None:
         """Close the connections: no message comes any more."""
-        self._passed = deque()  # messages keep the connections open
+        self._passed = deque()  # messages keep the connections open, and so do frames that have had them
+        error: BaseException | None = self.lost
+        while error is not None:
+            error.__traceback__, error = None, error.__cause__ or error.__context__
         self._side.close()
+
+    # -- the end of a rank that has nothing to serve ------------------------------------------------------------------
+
+    def abandon(self, how: How) -> None:
+        """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.
+
+        What remains to be told then is told to nobody: after the first rank that leaves no call of all ranks ends.
+        """
+        if self._side.inherited:  # where nothing runs, and locks may be held forever
+            self._side.close()
+            return
+        with self.lock:
+            if self.closed.done():
+                return
+            self.closed.set_result(None)
+        if self.lost is None:
+            how = How.FAILED if self._departures.failed else how
+            self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))
+        if how is not How.CLOSED:
+            self._departures.end()
+        self._side.interrupt()
+
+    def serve_on(self, failed: bool) -> None:
+        """Wait for no rank: there is nothing to serve."""
 
     def break_off(self) -> None:
         """Break the connections, and wait a little for the thread."""
