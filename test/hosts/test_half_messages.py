@@ -18,6 +18,7 @@ from torch import nn
 import zero_opt
 from test.hosts.network import Network
 from test.support.harness import Failure, run_processes
+from zero_opt.comm import ring
 from zero_opt.state import process_exit, service
 from zero_opt.system import background_thread
 from zero_opt.system.waiting import until
@@ -169,7 +170,7 @@ def _raise(*_: object) -> None:
 
 def _exit_here() -> None:
     """Do what the interpreter's exit does, which would wait too long where it waits for what nothing ends."""
-    service._INTERRUPTION_S = process_exit._THREADS_END_S = 10.0 * SECONDS
+    service.INTERRUPTION_S = ring.INTERRUPTION_S = process_exit._THREADS_END_S = 10.0 * SECONDS
     background_thread._PATIENCE_S = background_thread._INTERRUPTED_PATIENCE_S = 10.0 * SECONDS
     process_exit.serve_to_the_end()
     background_thread._end_all()

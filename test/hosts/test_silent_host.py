@@ -334,7 +334,7 @@ def _waits_time_out_first(rank: int, world_size: int, network: Network) -> list[
     said.append(str(caught.value))
     service = service_of(optimizer)
     service._side.interrupt()
-    service._thread.join(SECONDS)
+    service._ring.thread.join(SECONDS)
     with pytest.raises(zero_opt.PeerLost) as caught:
         optimizer.state_dict()
     said.append(str(caught.value))

@@ -35,6 +35,7 @@ from .lazy_gloo import INTERFACES, partners
 from .rendezvous import LOOK_AFTER_S, PAUSE_RANK_S, Meeting, Patience
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, require_room_in_file
 from .store_keys import missing, values
+from .user_connections import Parent
 from .waits_beside import outcome, submitted
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.
@@ -121,16 +122,16 @@ class Connecting(Meeting):
         patience_s: seconds that ranks may take to publish their addresses, and to make their groups.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, groups: int, patience: Patience) -> None:
+    def __init__(self, parent: dist.ProcessGroup | Parent, groups: int, patience: Patience) -> None:
         """Come together with the other ranks. Collective.
 
         Raises:
             OutOfResources: a rank, maybe this one, has no room for so many groups. Others as for :meth:`Meeting.come`.
         """
         super().__init__(parent, patience)
-        self._world_size, self._given_up = parent.size(), False
+        self._world_size, self._given_up = len(self._parent.ranks), False
         try:
-            self.come(partial(require_room, parent.size(), groups))
+            self.come(partial(require_room, self._world_size, groups))
         except OutOfResources:
             self.wait_until_heard()
             raise

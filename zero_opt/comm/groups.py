@@ -43,6 +43,7 @@ from .rendezvous import Patience, require_same
 from .stops import Stops
 from .store import c10d
 from .transfers import NEVER_SENT, Message, Transfer, broken_among, peer_lost
+from .user_connections import Parent, parent_of
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
@@ -61,15 +62,14 @@ _WITHOUT_PROCESSES = (THREADED, FAKE)
 _MOVED, ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
 
 
-def _backend_for(parent: dist.ProcessGroup) -> str:
-    """Return the backend of an own group for tensors in host memory."""
-    config = str(dist.get_backend_config(parent))
-    return next((name for name in _WITHOUT_PROCESSES if name in config), "gloo")
+def _backend_beside(backends: str) -> str:
+    """Return the backend of an own group for tensors in host memory, given those of the user's group."""
+    return next((name for name in _WITHOUT_PROCESSES if name in backends), "gloo")
 
 
 def carries_messages(parent: dist.ProcessGroup) -> bool:
     """Whether its ranks are processes, two of which can exchange a message without the others."""
-    return _backend_for(parent) not in _WITHOUT_PROCESSES
+    return _backend_beside(str(dist.get_backend_config(parent))) not in _WITHOUT_PROCESSES
 
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
@@ -104,7 +104,7 @@ class Group:
     """A process group of our own, so that no traffic of the user's can cross ours.
 
     Attributes:
-        ranks: those of the user's group that it was made for, as global ones. rank: this rank's number in it.
+        ranks: those of the user's that it was made for, as global ones. rank: this rank's number in it.
         world_size: number of ranks.
         device_backends: backends that carry accelerator tensors, by device type.
         hosts: how many hosts these tensors go through in two stages; 1 if all ranks are one stage.
@@ -118,13 +118,12 @@ class Group:
     watch: Watch | None = None
     farewell: Callable[[], None] | None = None
     told = 0
-    # Weak, so that destroy_process_group() ends the threads of the user's group: one that lasts may abort at exit.
-    _parent: weakref.ref[dist.ProcessGroup] | None = None
+    _parent: Parent | None = None
     _mesh: weakref.ref[DeviceMesh] | None = None
 
     def __init__(
         self,
-        parent: dist.ProcessGroup,
+        parent: dist.ProcessGroup | Parent,
         timeout: float | None,
         purpose: str,
         connecting: Connecting | None,
@@ -134,20 +133,19 @@ class Group:
     ) -> None:
         """``carries_devices``: whether to carry accelerator tensors too, by the backends of ``parent`` for them."""
         self.hosts, self._stages = hosts, list[Stages]()
-        self.device_backends = device_backends(str(dist.get_backend_config(parent))) if carries_devices else {}
-        self.inline_bytes = INLINE_BYTES
-        self.backend = _backend_for(parent)
-        self.rank, self.world_size = dist.get_rank(parent), parent.size()
-        self.ranks: list[int] = dist.get_process_group_ranks(parent)
-        self.timeout_s = waited_for(group_timeout_s(parent) if timeout is None else timeout)
+        self._parent = parent = parent_of(parent)
+        self.device_backends = device_backends(parent.backends) if carries_devices else {}
+        self.inline_bytes, self.backend = INLINE_BYTES, _backend_beside(parent.backends)
+        self.ranks: list[int] = [*parent.ranks]
+        self.rank, self.world_size = parent.rank, len(self.ranks)
+        self.timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
         self._pid, self.broken, self._aborted = os.getpid(), Broken(), threading.Lock()
         self._connected = self._at_once()
         self._used = set(self._connected)
-        self._parent = weakref.ref(parent)
         self._waits, self.courtesies = SerialThread("zero_opt wait", self.interrupt), Courtesies()
-        self._pg: dist.ProcessGroup | None = self._new_group(parent, purpose, connecting)
+        self._pg: dist.ProcessGroup | None = self._new_group(purpose, connecting)
 
-    def _new_group(self, parent: dist.ProcessGroup, purpose: str, connecting: Connecting | None) -> Any:
+    def _new_group(self, purpose: str, connecting: Connecting | None) -> Any:
         """Return a group of the parent's ranks, in its order, made by them alone.
 
         Args:
@@ -160,7 +158,7 @@ class Group:
         """
         ranks, timeout = self.ranks, timedelta(seconds=self.timeout_s)
         if self.backend == FAKE:  # it carries nothing, so no traffic can mix
-            return parent
+            return self.parent
         if connecting is None:  # all ranks are in every group
             return c10d.new_group(ranks, timeout=timeout, backend=THREADED)
         name, rank, size = f"{connecting.name}/{purpose}", self.rank, self.world_size
@@ -294,7 +292,7 @@ class Group:
     @property
     def parent(self) -> dist.ProcessGroup | None:
         """The user's group that it was made for, if any; raises ProcessGroupError once the user has destroyed it."""
-        parent = None if self._parent is None else self._parent()
+        parent = None if self._parent is None else self._parent.groups[0][0]()
         if self._parent is not None and parent not in c10d._world.pg_map:
             raise ProcessGroupError("the process group was destroyed, and is needed: call destroy_process_group() last")
         return parent

@@ -48,11 +48,6 @@ class HostLimits:
         self._seconds = silent_s * shorter, probe_s * shorter
         self._before: dict[str, list[int]] = {}
 
-    @property
-    def held(self) -> bool:
-        """Whether :meth:`hold` has set limits that :meth:`lift` has not lifted."""
-        return bool(self._before)
-
     def hold(self) -> None:
         """Set limits until :meth:`lift`, on all connections that have been made so far."""
         self._before |= self._limited()

@@ -52,7 +52,7 @@ from .process_identity import ProcessIdentity
 from .stops import WARN_AFTER_S, Stops
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
 from .store_keys import missing, values
-from .user_connections import broken_connections, ranks_gone
+from .user_connections import Parent, broken_connections, parent_of, ranks_gone
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 PAUSE_RANK_S = 0.002
@@ -66,7 +66,7 @@ _TIMES_LOOKING, _LOOKING_MOST_S = 9.0, 30.0
 _STORE_LOST_S = 1.0
 # The absence of an error: rank, class, text, the meetings that are over with it, and the ranks that it gives up.
 _NO_ERROR = (None, "", "", (), ())
-AGAIN = "call it again on every rank, or restart all"
+_AGAIN = "call it again on every rank, or restart all"
 
 # Per default store, which a process group that is initialized again has anew: in how many meetings of each group this
 # rank has taken part. The same on all ranks of the group.
@@ -148,13 +148,13 @@ def require_still_alone() -> None:
         )
 
 
-def ended_by(error: BaseException, name: str, call: str, then: str = AGAIN) -> str:
+def ended_by(error: BaseException, name: str, call: str) -> str:
     """Return what other ranks are told once an exception has ended, on the rank of that name, a call outside of a step.
 
-    ``call``: what the user has called. ``then``: what to do about it.
+    ``call``: what the user has called.
     """
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"an exception on {name} ({said}) has ended {call} there; {then}"
+    return f"an exception on {name} ({said}) has ended {call} there; {_AGAIN}"
 
 
 def meetings_counted() -> dict[Key, int]:
@@ -197,13 +197,13 @@ class Meeting:
     several_hosts = False
     _stops: Stops | None = None
 
-    def __init__(self, parent: dist.ProcessGroup, patience: Patience) -> None:
-        self._parent, self._patience, self._call = weakref.ref(parent), patience, patience.call
+    def __init__(self, parent: dist.ProcessGroup | Parent, patience: Patience) -> None:
+        self._parent, self._patience, self._call = parent_of(parent), patience, patience.call
         self._waiting = f"this one waits for it in {self._call}"
         self._come = f"every rank of the process group must {patience.must}: look at what they do (py-spy dump, ps)"
-        self._key: Key = (parent.group_name, tuple(dist.get_process_group_ranks(parent)))
+        self._key: Key = self._parent.name, self._parent.ranks
         self._met = _met.setdefault(c10d._get_default_store(), Counter())
-        self.rank, self.ask, self._next = dist.get_rank(parent), StoreCalls(), (0, False)
+        self.rank, self.ask, self._next = self._parent.rank, StoreCalls(), (0, False)
         self._due, self._looks, self._warned = LOOK_AFTER_S, 0, False
         self._begin(self._met[self._key])
 

@@ -27,7 +27,7 @@ from .device_backends import group_timeout_s
 from .groups import Group
 from .keepalive import HostLimits
 from .peer_watch import Watch
-from .rendezvous import AGAIN, Patience, ended_by
+from .rendezvous import Patience, ended_by
 
 # Seconds that ranks have to say why they leave.
 _SAYING_S = 5.0
@@ -39,7 +39,6 @@ class CallWatch(Watch):
     """A watch of one call outside of training."""
 
     timeout_option = "init_process_group(timeout=...)"
-    once_ended = AGAIN  # what to do where an exception has ended the call
     broken_connections: Callable[[], Iterable[tuple[int, str]]] = tuple  # see Group.broken_connections()
     _why = ""  # what the others are told of an exception here
     _tried_at = 0.0  # seconds of a wait after which connections were tried
@@ -77,7 +76,7 @@ class CallWatch(Watch):
         return super().silence(text, waited)
 
     def interrupted(self, error: BaseException, what: str = "") -> None:
-        self._why = ended_by(error, self.name([self._rank]), self.call, self.once_ended)
+        self._why = ended_by(error, self.name([self._rank]), self.call)
         super().interrupted(error, what)
 
     def _leave(self, text: str) -> PeerSilent:
@@ -100,11 +99,6 @@ class CallWatch(Watch):
     def _lost_connections(self) -> Iterator[tuple[int, str]]:
         """Yield the ranks to which the connection has ended, but not since this rank has waited too long."""
         return ((rank, words) for rank, words in self.broken_connections() if not closed_by_timeout(words))
-
-    def failed(self, error: RuntimeError) -> PeerLost | None:
-        """Leave, and return the error once a collective of all ranks has failed that this watch has not begun."""
-        stopped = self.stopped() if timed_out(first_line(error)) else []
-        return self._leave_stopped(stopped) if stopped else self._explain_error(error, 0.0)
 
     def _say(self, why: str, lost: Sequence[int] = ()) -> None:
         """Tell the others why this rank leaves; "" is that connections have broken.

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.peer_watch import Watch
+from ..comm.ring import FOR_EVER_S, OPEN, RingMessage, words_of
 from ..comm.side_group import SideGroup
 from ..comm.transfers import TransferQueue
 from ..comm.waits_beside import outcome, submitted
@@ -23,18 +24,14 @@ from .entries import Places, message_for
 from .guard import Verdict
 from .messages import (
     ERROR,
-    FOR_EVER_S,
     GO,
     LATER,
     MARGIN_S,
-    OPEN,
     Answer,
     Awaited,
     DirectMessages,
     Pull,
-    RingMessage,
     broken_if_left,
-    words_of,
 )
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks about state and departures; see the notes of the state service.
+"""Messages between two ranks about state; see the notes of the state service.
 
 Every message is a few int64 numbers, except listings and the elements themselves.
 """
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..comm.backend_errors import timed_out
-from ..comm.departures import Departure, Departures, How, go_on
+from ..comm.departures import Departures, How, go_on
 from ..comm.groups import tensor_bytes
 from ..comm.peer_watch import Watch
+from ..comm.ring import FAREWELL_S, FOR_EVER_S, RING_TAG, words_of
 from ..comm.stops import WARN_AFTER_S
 from ..comm.transfers import Transfer
 from ..errors import PeerLost, PeerSilent, StepDesync
@@ -30,40 +31,15 @@ if TYPE_CHECKING:
     from ..comm.side_group import SideGroup
     from .consolidate import FrozenState, LocalState
 
-# Kinds of messages round the ring; BROKEN goes to the next rank alone.
-OPEN, DEPARTED, BROKEN, DOUBTED = 0, 1, 2, 3
 # What the asking rank sends once it has all answers, followed by the number of its pull.
 GO, STOP = 0, 1
 # Codes of answers besides those of Verdict: another answer follows; an error follows in place of the listing.
 LATER, ERROR = 3, 4
-RING_TAG = 1
-# Seconds that messages to the next rank have to arrive before connections are broken.
-FAREWELL_S = 1.0
 # Seconds that the other side of a bounded wait has on top.
 MARGIN_S = 30.0
-# Seconds that a thread may wait for messages: a hundred years. gloo counts nanoseconds in 63 bits.
-FOR_EVER_S = 100 * 365 * 86400.0
 # Pulls of one rank until a tag is used again. Messages of a pull that was given up may still wait under that tag, so
 # every message carries the number of its pull.
 _PULL_TAGS = 1 << 20
-
-
-class RingMessage(NamedTuple):
-    """A message from rank ``origin``, which asks for state, has heard that a rank has left, or doubts that one lives.
-
-    Attributes:
-        kind: OPEN, DEPARTED, BROKEN or DOUBTED. pull: number of the request. changes: commits after which the state is
-            wanted. about: the rank that has left, or that is doubted. how, steps, calls: see :class:`Departure`.
-    """
-
-    kind: int
-    origin: int
-    pull: int = 0
-    changes: int = 0
-    about: int = 0
-    how: int = 0
-    steps: int = 0
-    calls: int = 0
 
 
 class Answer(NamedTuple):
@@ -91,16 +67,6 @@ class Answer(NamedTuple):
                 f"state_dict() in step {mine} of this rank, but rank {rank} has stayed in step {self.step}; let every "
                 "rank take this step, or give them longer with checks=Checks(timeout=...)"
             )
-
-
-def words_of(*numbers: int) -> Tensor:
-    """Return the integers as a tensor that can be sent."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def departed(origin: int, departure: Departure) -> Tensor:
-    """Return the message of rank ``origin`` about a rank that has left."""
-    return words_of(*RingMessage(DEPARTED, origin, 0, 0, *departure[:4]))
 
 
 def answer_tag(pull: int) -> int:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..comm.departures import How
 from ..comm.stops import WARN_AFTER_S
@@ -22,9 +22,6 @@ from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from ..system.threads import BackgroundThreads
-
-if TYPE_CHECKING:
-    from .service import StateService
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
@@ -34,8 +31,21 @@ _QUIET_S = 60.0
 _THREADS_END_S = 5.0
 
 
+class Service(Protocol):
+    """What ranks do for each other until they end."""
+
+    def abandon(self, how: How) -> None:
+        """Say how this rank leaves, unless the user has closed."""
+
+    def serve_on(self, failed: bool) -> None:
+        """Wait for the ranks that need this one, unless the program has ``failed``."""
+
+    def break_off(self) -> None:
+        """Break the connections, and wait a little for the threads."""
+
+
 # The services of this process, and what ends them.
-running: set[StateService] = set()
+running: set[Service] = set()
 _at_end: list[multiprocessing.util.Finalize] = []
 # The threads of all services.
 threads = BackgroundThreads()
@@ -43,7 +53,7 @@ os.register_at_fork(after_in_child=running.clear)
 os.register_at_fork(after_in_child=_at_end.clear)
 
 
-def add(service: StateService) -> None:
+def add(service: Service) -> None:
     """Let a service go on when the process ends."""
     running.add(service)
     if not _at_end:

@@ -1,14 +1,5 @@
 """Serve this rank's part of the state to a rank that calls ``state_dict()`` alone, while training goes on.
 
-[Note: the ring]
-A thread per rank waits for messages of the rank before it and passes each on to the next, until the message has been
-everywhere. So one blocked receive per rank suffices, and nothing polls. The rank after one that dies notices that at
-once, tells the others, and breaks its own connections in turn. A rank that leaves training announces that, and so does
-a rank that breaks its connections for another reason. So if a connection breaks without an announcement, its rank is
-dead, or its host is silent. In that case the rank after it asks round the ring whether it lives. One that lives says so
-in the store, since the two cannot reach each other. A rank that is stopped passes nothing on; see :class:`Posted`.
-(gloo's receive from any rank does not notice. A gloo wait that times out ends the group, so none can be cut short.)
-
 [Note: a pull]
 The rank that asks sends its point of training round the ring. Each other rank answers directly, from a thread of its
 own: READY or why not, then its list of entries. Once the asking rank has made room for all entries, it says "go" to one
@@ -43,16 +34,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.backend_errors import backend_words, closed_by_timeout
+from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
 from ..comm.peer_watch import Watch
+from ..comm.ring import INTERRUPTION_S, Ring, RingMessage, words_of
 from ..comm.side_group import SideGroup
-from ..comm.transfers import Message, Transfer, TransferQueue
-from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, ZeroOptError, name_and_text
+from ..comm.transfers import Transfer, TransferQueue
+from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, name_and_text
 from ..system.devices import thread_device
 from ..system.failures import on_failure
-from ..system.future import Future
 from ..system.log import log
 from . import process_exit
 from .asking import Questions
@@ -60,32 +51,21 @@ from .consolidate import FrozenState, IncomingState, LocalState
 from .entries import listed, listing, message_to_send, packets
 from .guard import NoReentry, StateGuard, Verdict, step_failed
 from .messages import (
-    BROKEN,
-    DEPARTED,
-    DOUBTED,
     ERROR,
-    FAREWELL_S,
-    FOR_EVER_S,
     GO,
     LATER,
     MARGIN_S,
-    RING_TAG,
     STOP,
     Answer,
     DirectMessages,
     Offer,
-    RingMessage,
     answer_tag,
     broken,
     broken_if_left,
-    departed,
     explained,
     require_not_lost,
-    words_of,
 )
 
-# Seconds that threads have to end once connections are broken.
-_INTERRUPTION_S = 5.0
 _State = LocalState | FrozenState
 
 
@@ -102,67 +82,25 @@ class StateService:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._others = [(side.rank + away) % side.world_size for away in range(1, side.world_size)]  # round the ring
-        self._right, self._left = self._others[0], self._others[-1]
-        self._open = set(self._others)
-        self._closed, self._in_order, self._told = Future[None](), False, False
-        self._lost: Exception | None = None
-        self._lock, self._asking = threading.RLock(), NoReentry("inside state_dict(), on the same thread")
+        self._ring = Ring(side, watch, process_exit.threads)
+        self._in_order, self._asking = False, NoReentry("inside state_dict(), on the same thread")
         self._direct = DirectMessages(side, self._departures)
-        self._questions = Questions(side, self._direct, watch, self._pass_on)
-        # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring.
-        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
+        self._questions = Questions(side, self._direct, watch, self._ring.pass_on)
         self._unwanted: deque[tuple[Transfer, Tensor]] = deque(maxlen=2 * side.world_size)
         self._answering: set[threading.Thread] = set()
         self._serving, self._use_device = process_exit.Serving(), thread_device()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
-        self._thread = threading.Thread(target=self._listen, name="zero_opt state ring")
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
-        side.farewell = self._bid_farewell
-        self._departures.tell, self._departures.news = self._tell, True
         process_exit.add(self)
-        process_exit.threads.start(self._thread)
+        self._ring.begin(self._end, self._asked)
         process_exit.threads.start(self._delivering)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        try:
-            self._use_device()
-            while self._open or not self._closed.done():
-                words = words_of(*[0] * len(RingMessage._fields))
-                self._side.receive_from(words, self._left, RING_TAG).wait(FOR_EVER_S)
-                message = RingMessage(*words.tolist())
-                if message.kind != BROKEN and self._right != message.origin:
-                    with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
-                        self._pass_on(words)
-                self._take(message)
-            with self._lock:  # under which close() tells the others
-                pass
-            self._wait_passed(_INTERRUPTION_S)
-        except (ZeroOptError, RuntimeError) as error:
-            self._lost = error
-            self._watch.posted.end_ring()
-            self._find_lost()
-            self._side.interrupt()
-        finally:
-            self._end()
-
-    def _take(self, message: RingMessage) -> None:
-        if message.kind == BROKEN:
-            self._told = True
-            raise PeerLost("another rank has broken them")  # which a process that it has forked may keep open
-        if message.kind == DOUBTED:
-            self._watch.doubt(message.about)
-        elif message.kind == DEPARTED:
-            told = Departure(message.about, How(message.how), message.steps, message.calls)
-            self._departures.hear(told.as_heard(self._side.rank, message.origin))
-            if self._departures.has_lost(message.about):
-                self._departures.leave()
-            if told.how in (How.CLOSED, How.ENDED, How.FAILED):
-                self._open.discard(message.about)
-        elif self._final is not None:
+    def _asked(self, message: RingMessage) -> None:
+        """Have another thread answer a pull."""
+        if self._final is not None:
             with self._served(message.origin):
                 offer = self._offer(message)
                 if offer is not None:
@@ -178,61 +116,28 @@ class StateService:
         """End the threads, and drop state and connections: no rank can ask any more, and none can be asked."""
         self._jobs.put(None)
         self._wait_asked_and_answered(self._delivering)
-        with self._lock:
+        with self._ring.lock:
             self._capture = self._final = None
         self._serving.end()
         self._questions.close()
-        self._passed, self._unwanted = deque(), deque()  # messages keep the connections open
+        self._unwanted = deque()  # messages keep the connections open
         self._direct.forget()
-        self._side.close()
+        self._ring.drop()
         for thread in (self._delivering, *self._answering):
             process_exit.threads.leave(thread, self._side.broken.waits_end_at)
         process_exit.running.discard(self)
 
-    def _pass_on(self, words: Tensor) -> None:
-        self._passed.append((self._side.send_to(words, self._right, RING_TAG), words))
-
     def _end_ring(self) -> None:
         """End this rank's wait for messages, as the last one that closes, once nobody asks or is answered."""
-        self._wait_passed(_INTERRUPTION_S)
+        self._ring.wait_passed(INTERRUPTION_S)
         self._wait_asked_and_answered()
         self._side.disconnect()
 
     def _wait_asked_and_answered(self, *also: threading.Thread) -> None:
         """Wait for the caller that asks, and for the threads that answer: their messages end with the connections."""
         for thread in filter(threading.Thread.is_alive, [*self._answering, *also]):
-            thread.join(max(0.0, min(_INTERRUPTION_S, self._side.broken.waits_end_at - time.monotonic())))
-        self._asking.wait(_INTERRUPTION_S)
-
-    def _wait_passed(self, seconds: float) -> None:
-        """Wait until messages to the next rank have arrived."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._passed.popleft()[0].wait_here(seconds)
-
-    def _tell(self, departure: Departure) -> None:
-        """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
-        self._side.courtesies.do(partial(self._pass_on, departed(self._side.rank, departure)))
-        if departure.how is How.LOST:
-            self._side.interrupt()
-
-    def _find_lost(self) -> None:
-        """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
-        by_itself = closed_by_timeout(backend_words(self._lost))
-        over = self._told or by_itself or (self._closed.done() and not self._open)
-        if not over and self._departures.serves(self._left):
-            doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
-            ask = None if self._left == self._right else partial(self._pass_on, doubt)
-            self._watch.leave_broken(self._left, str(self._lost), ask)
-
-    def _bid_farewell(self) -> None:
-        """Tell the next rank that this one is about to break its connections, and is not dead."""
-        self._told, self._departures.news = True, False
-        with contextlib.suppress(RuntimeError):
-            for departure in self._departures.being_told.copy():  # the thread that tells may come too late
-                self._pass_on(departed(self._side.rank, departure))
-            self._pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
-            self._wait_passed(FAREWELL_S)
+            thread.join(max(0.0, min(INTERRUPTION_S, self._side.broken.waits_end_at - time.monotonic())))
+        self._asking.wait(INTERRUPTION_S)
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +246,7 @@ class StateService:
                 or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent or read, or
                 is not all there. StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
         """
-        if self._closed.done() or self._side.inherited:
+        if self._ring.closed.done() or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed (as an exit does), or made in the process that this one is forked from, and "
                 "holds only its shard of the optimizer state; call opt.state_dict() before"
@@ -354,15 +259,15 @@ class StateService:
                     here, payloads = self._questions.ask(pull, changes, meanwhile=own.batches)
                     listings = [here if text is None else listed(text) for text in payloads]
                     result, rank = IncomingState(own.flats, listings), self._side.rank
-                    targets = {other: result.places_for(listings[other]) for other in self._others}
+                    targets = {other: result.places_for(listings[other]) for other in self._ring.others}
                     self._questions.fetch(
                         pull, targets, meanwhile=lambda: own.copy_to(result.places_for(listings[rank]))
                     )
             except (PeerLost, OptimizerClosed) as error:
-                if error.__cause__ is None and self._lost is None:  # no connection has broken
+                if error.__cause__ is None and self._ring.lost is None:  # no connection has broken
                     raise
                 known = explained(self._watch, words := backend_words(error))
-                if known is None and not self._told:
+                if known is None and not self._ring.told:
                     self._departures.lost_one = True
                     raise
                 raise known or broken(self._watch, words) from error
@@ -370,7 +275,7 @@ class StateService:
 
     def _own_state(self, name: str, capture: Callable[[], LocalState] | None, failure: Exception | None) -> LocalState:
         if capture is None:
-            raise explained(self._watch, words := backend_words(self._lost), 0.0) or broken(self._watch, words)
+            raise explained(self._watch, words := backend_words(self._ring.lost), 0.0) or broken(self._watch, words)
         if failure is not None:
             raise step_failed(name, failure) from failure
         return capture()
@@ -389,18 +294,19 @@ class StateService:
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
             return
-        with self._lock:
-            if self._closed.done():
+        ring = self._ring
+        with ring.lock:
+            if ring.closed.done():
                 return
             self._in_order = in_order
-            self._closed.set_result(None)
+            ring.closed.set_result(None)
             steps = self._guard.completed
             self._guard.finish()
             self._freeze()
-            say = self._tell if self._departures.failed else self._departures.say  # the store may be lost, too
+            say = ring.tell if self._departures.failed else self._departures.say  # the store may be lost, too
             say(Departure(self._side.rank, how, steps, self._departures.calls))
             self._expires = time.monotonic() + self._side.timeout_s
-            self._jobs.put((lambda: None) if self._open else self._end_ring)
+            self._jobs.put((lambda: None) if ring.open else self._end_ring)
         if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
 
@@ -414,9 +320,8 @@ class StateService:
     def serve_on(self, failed: bool) -> None:
         """Wait until all ranks have closed or time is up, unless the program has ``failed``."""
         if not (failed or self._departures.failed):
-            self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._open))
+            self._serving.wait(self._side.timeout_s, self._in_order, lambda: sorted(self._ring.open))
 
     def break_off(self) -> None:
         """Serve no more, and wait a little for the thread."""
-        self._side.interrupt()
-        self._thread.join(_INTERRUPTION_S)
+        self._ring.break_off()

@@ -303,8 +303,8 @@ def _one_is_killed_as_two_threads_notice(rank: int, world_size: int, first: str)
             assert until(lambda: departures.knows(0), PATIENCE_S)
 
         def late(departure: Any) -> None:
-            if (threading.current_thread() is service._thread) == (first == "ring"):
-                said.wait(PATIENCE_S) if first == "ring" else service._thread.join(PATIENCE_S)
+            if (threading.current_thread() is service._ring.thread) == (first == "ring"):
+                said.wait(PATIENCE_S) if first == "ring" else service._ring.thread.join(PATIENCE_S)
             Departures.say(departures, departure)
 
         departures.say = late

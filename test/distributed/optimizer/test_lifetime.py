@@ -367,7 +367,7 @@ def _cannot_serve(rank: int, world_size: int, which: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("which", ["zero_opt state ring", "zero_opt state at the end"])
+@pytest.mark.parametrize("which", ["zero_opt ring", "zero_opt state at the end"])
 def test_a_rank_without_threads_to_serve_its_state_is_an_error_on_all(which: str) -> None:
     found = run_processes(3, _cannot_serve, which)
     assert [text for _, text in found] == [

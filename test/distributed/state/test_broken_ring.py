@@ -128,12 +128,12 @@ def _closes_while_it_serves(rank: int, world_size: int, folder: str) -> Any:
     if rank == 1:
         assert until(lambda: os.path.exists(begun), PATIENCE_S)
         optimizer.close()
-        assert until(lambda: not service._thread.is_alive(), PATIENCE_S)
+        assert until(lambda: not service._ring.thread.is_alive(), PATIENCE_S)
         return None
 
     def fetch_late(*given: Any) -> None:
         open(begun, "w").close()
-        assert until(lambda: 1 not in service._open, PATIENCE_S)
+        assert until(lambda: 1 not in service._ring.open, PATIENCE_S)
         time.sleep(1.5)  # longer than messages have to arrive before connections are broken
         fetch(*given)
 

@@ -110,8 +110,8 @@ def _killed_while_it_sends(rank: int, world_size: int) -> Any:
     process_identity.host_if_known = lambda: f"host {rank}"
     params, optimizer = make_stepped(2)
     service: Any = service_of(optimizer)
-    find_lost = service._find_lost
-    service._find_lost = lambda: (time.sleep(0.5), find_lost())
+    find_lost = service._ring._find_lost
+    service._ring._find_lost = lambda: (time.sleep(0.5), find_lost())
     if rank == 2:
         service._send_elements = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()

@@ -127,7 +127,7 @@ def _others_stay_open(rank: int, world_size: int) -> Any:
     _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=2.0))
     seconds = 0.0
     if rank == 1:
-        thread, begun = service_of(optimizer)._thread, time.monotonic()
+        thread, begun = service_of(optimizer)._ring.thread, time.monotonic()
         optimizer.close()
         thread.join(20)
         seconds = time.monotonic() - begun
@@ -150,7 +150,7 @@ def test_a_closed_rank_is_not_kept_for_ever() -> None:
 
 def _ends(rank: int, world_size: int) -> Any:
     _, optimizer = make_stepped()
-    thread = service_of(optimizer)._thread
+    thread = service_of(optimizer)._ring.thread
     time.sleep(0.2 * rank)
     optimizer.close()
     with pytest.raises(zero_opt.StateNotConsolidated, match="closed"):

@@ -61,7 +61,9 @@ class DTensorSingleRank(SingleRank):
     ) -> Any:
         self._mesh.shards.require_sharded()
         self._mesh.forget()
-        return super().step(closure, options, error)
+        loss = super().step(closure, options, error)
+        self._mesh.in_step(self.steps)
+        return loss
 
     def _share(self, params: Sequence[Tensor], limit: float) -> Share:
         with self.of_all_ranks():
@@ -108,6 +110,9 @@ class DTensorSingleRank(SingleRank):
     def _in_form(self, state_dict: StateDict) -> StateDict:
         with self.of_all_ranks():
             return self._mesh.cut_state_dict(state_dict, self._current().param_groups)
+
+    def close(self) -> None:
+        self._mesh.close()
 
 
 class DTensorEngine(ShardedEngine):
@@ -162,6 +167,7 @@ class DTensorEngine(ShardedEngine):
         try:
             super()._update(agreed, shards)
         finally:
+            self._mesh.in_step(self.count.step)
             self._view.note_writes()
 
     def clip(self, max_norm: object, joint: Joint = alone, error: ZeroOptError | None = None) -> Tensor:
@@ -251,6 +257,7 @@ class DTensorEngine(ShardedEngine):
             super().close()
         finally:
             self._view.close()
+            self._mesh.close()
 
 
 def _of_parts(reduction: Overlapped, mesh: MeshParams) -> Overlapped:

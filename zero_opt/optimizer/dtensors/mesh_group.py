@@ -2,19 +2,17 @@
 
 [Note: beside FSDP's collectives]
 A call of one rank alone would meet, in the mesh's process groups, the collectives of the other ranks' forward; where
-sizes differ, gloo aborts the process. So where a mesh has gloo, ranks send each other messages with a tag that nothing
-else has. They take no part in the order of the collectives, and no process group is made for them.
+sizes differ, gloo aborts the process. So where a mesh has gloo, each optimizer has connections of its own, and
+[Note: the ring]. A rank that leaves training breaks those of the mesh's groups too, so that no rank waits for it in
+FSDP's collectives.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
-import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,65 +20,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm.backend_errors import is_loss
+from ...comm.backend_errors import first_line, is_loss, timed_out
 from ...comm.backend_exchanges import gathered_over
-from ...comm.departures import rank_name
-from ...comm.device_backends import group_timeout_s
-from ...comm.groups import INLINE_BYTES, ROUNDS, Group
+from ...comm.connecting import Connecting, made_by_all
+from ...comm.departures import How, rank_name
+from ...comm.groups import INLINE_BYTES, Group
 from ...comm.keepalive import HostLimits
-from ...comm.lazy_gloo import all_gather, swaps
 from ...comm.peer_watch import Watch
-from ...comm.process_identity import ProcessIdentity
-from ...comm.rendezvous import LOOK_AFTER_S
-from ...comm.short_lived import CallWatch
-from ...comm.store import default_store
+from ...comm.rendezvous import Patience
+from ...comm.ring import Ring
+from ...comm.side_group import SideGroup
 from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
-from ...comm.user_connections import broken_connections
-from ...comm.waits_beside import Broken, SubmittedCall
-from ...errors import PeerSilent, ZeroOptError
+from ...comm.user_connections import Parent, broken_connections, parent_of
+from ...comm.waits_beside import Broken
+from ...errors import PeerLost
 from ...field_checks import waited_for
 from ...policies import Checks
-from ...system.background_thread import SerialThread
+from ...state import process_exit
 from ...system.devices import HOST
+from ...system.failures import on_failure
 from ...system.future import Future
 
 # Whom a message waits for, as long as nothing is known of the ranks.
 ANY = "another rank of the mesh"
+# The call that makes an optimizer.
+_CONSTRUCTION = "ShardedOptimizer()"
 Result = TypeVar("Result")
+# The groups of this process that have connections.
+_connected: weakref.WeakSet[MeshGroup] = weakref.WeakSet()
 
 
-class _MeshWatch(CallWatch):
-    """A watch of the calls over one mesh.
+class _MeshWatch(Watch):
+    """A watch of the calls over one mesh, which name themselves: no step is one of all ranks."""
 
-    Attributes:
-        limits: on silent hosts, held once this rank has waited a second.
-    """
-
-    timeout_option, once_ended = Watch.timeout_option, "restart all ranks from the last checkpoint"
-    limits: HostLimits
-
-    def silence(self, text: str, waited: float = 0.0) -> PeerSilent | None:
-        if waited > LOOK_AFTER_S and not self.limits.held:
-            self.limits.hold()
-        return super().silence(text, waited)
+    @property
+    def where(self) -> str:
+        return self.call
 
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "every rank of the mesh must make that call"
 
-    def advice(self, ranks: Sequence[int]) -> str:
-        return Watch.advice(self, ranks)
+    def alone(self, missing: Sequence[int]) -> str:
+        others = " and ".join(f"rank {rank}" for rank in missing)
+        return f"rank {self._rank} waits in {self.call} for {others}"
+
+    def failed(self, error: RuntimeError) -> PeerLost | None:
+        """Leave, and return the error once a collective of the mesh's own process groups has failed."""
+        stopped = self.stopped() if timed_out(first_line(error)) else []
+        return self._leave_stopped(stopped) if stopped else self._explain_error(error, 0.0)
 
 
 class MeshGroup(Group):
-    """The ranks of a mesh, as a group that gathers small tensors over the mesh's own process groups.
+    """The ranks of a mesh, as a group that gathers small tensors.
 
-    All ranks of the mesh make the same calls, in one order. Without gloo these are collectives of the mesh's backend,
-    in one order with the forward and backward of a sharded model too; see [Note: beside FSDP's collectives]. Ranks are
-    numbered in the order of the default process group, whatever order the mesh has.
+    All ranks of the mesh make the same calls, in one order, of which the first connects them. Without gloo there are no
+    connections: calls are collectives of the mesh's backend, in one order with the forward and backward of a sharded
+    model too. Ranks are numbered in the order of the default process group, whatever order the mesh has.
 
     Attributes:
         ranks: in the default process group, ascending.
     """
+
+    watch: _MeshWatch | None = None
+    _pg: dist.ProcessGroup | None = None
+    _ring: Ring | None = None
 
     def __init__(self, mesh: Any, checks: Checks) -> None:
         self._device_mesh, self._checks = mesh, checks
@@ -90,11 +93,7 @@ class MeshGroup(Group):
         self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         groups = _groups_of(mesh)
         self._by_messages = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
-        timeouts = [group_timeout_s(pg) for pg in groups] if checks.timeout is None else [checks.timeout]
-        self.timeout_s = waited_for(min(timeouts, default=0.0))
-        self._pid, self.broken, self._limits = os.getpid(), Broken(), HostLimits(timeout_s=self.timeout_s)
-        self._interrupt = partial(_interrupt, mesh, self.broken)  # refers to no group: threads keep it
-        self._waits = SerialThread("zero_opt wait", self._interrupt)
+        self._pid, self.broken, self._mesh_broken = os.getpid(), Broken(), Broken()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank.
@@ -102,34 +101,22 @@ class MeshGroup(Group):
         Raises:
             PeerLost, PeerSilent: a rank has ended, is stopped, or does not come in time.
         """
+        if self.watch is not None:
+            return super().all_gather(tensor)
         self._require_not_forked()
-        rows = tensor.detach().flatten()
-        if self._by_messages:
-            work = SubmittedCall(self._waits, self._gathered, rows)
-            with self._limited():
-                self._run(work.begin, ANY, rows)
-            rows = work.value
-        else:
-            rows = rows.to(self._device_mesh.device_type)
-            for pg in _groups_of(self._device_mesh):
-                rows = gathered_over(pg, rows, ANY)
+        rows = tensor.detach().flatten().to(self._device_mesh.device_type)
+        for pg in _groups_of(self._device_mesh):
+            rows = gathered_over(pg, rows, ANY)
         by_rank = dict(zip(self._arriving, rows.to(tensor.device).view(-1, *tensor.shape), strict=True))
         return [by_rank[rank] for rank in self.ranks]
 
-    def _gathered(self, rows: Tensor) -> Tensor:
-        for pg in _groups_of(self._device_mesh):
-            rows = all_gather(swaps(pg, ROUNDS, self.timeout_s), pg.rank(), rows, pg.size()).flatten()
-        return rows
-
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
-        if self.watch is None and self._by_messages:
-            try:
-                self._introduce()
-            except BaseException as error:
-                if not isinstance(error, ZeroOptError):  # what was sent would be read as a later call's
-                    _disconnect(self._device_mesh)
-                raise
-        return super().all_gather_bytes(payload, call, called)
+        if self.watch is not None or not self._by_messages:
+            return super().all_gather_bytes(payload, call, called)
+        watch = self._connect(called or call)
+        told = super().all_gather_bytes(payload, call, called)
+        watch.posted.begin_ring()  # as all ranks are in it
+        return told
 
     @property
     def calls(self) -> int:
@@ -164,39 +151,83 @@ class MeshGroup(Group):
 
         who = rank_name(other, self.ranks[other]) if self.world_size == 2 else ANY
         with peer_lost(f"{who}, for which {call} waits,"):
-            if isinstance(self.watch, CallWatch) and self._device_mesh.device_type == HOST.type:
-                with self._limited():
-                    self.aside(run)
+            if self.watch is not None and self._device_mesh.device_type == HOST.type:
+                self.aside(run)
             else:  # on the streams of this thread
                 run()
             error = outcome.exception(0)
-            if isinstance(self.watch, CallWatch) and isinstance(error, RuntimeError) and is_loss(error):
+            if self.watch is not None and isinstance(error, RuntimeError) and is_loss(error):
                 raise self.watch.failed(error) or error from error
             return outcome.result(0)
 
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """A context of waits in which :class:`_MeshWatch` may set limits on silent hosts; lifts them at its end."""
-        try:
-            yield
-        finally:
-            self._limits.lift()
+    # -- the connections ----------------------------------------------------------------------------------------------
+
+    def _connect(self, call: str) -> _MeshWatch:
+        """Connect to the other ranks, and begin the ring; returns the watch of the ranks from here on. Collective.
+
+        Args:
+            call: what the user has called.
+
+        Raises:
+            PeerLost: the mesh's own connections have broken. Others as for :class:`Connecting`, and the groups.
+        """
+        parent, timeout = _parent_of(self._device_mesh, self.ranks), self._checks.timeout
+        for rank, words in broken_connections(parent):
+            name = rank_name(rank, parent.ranks[rank])
+            raise PeerLost(f"the mesh's connection to {name} has broken; restart from the last checkpoint ({words})")
+        timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
+        limits, must = HostLimits(timeout_s=timeout_s), "construct it" if call == _CONSTRUCTION else "make that call"
+        times = waited_for(parent.timeout_s), timeout_s, self._checks.hang_timeout
+        with on_failure(self._forget), ExitStack() as last_first:
+            last_first.callback(limits.lift)
+            connecting = Connecting(parent, 2, Patience(*times, limits, call, must, _MeshWatch))
+            with made_by_all(connecting) as made:
+                limits.hold()  # on the mesh's connections until the ring notices a host that is silent
+                super().__init__(parent, timeout, "mesh", connecting)
+                made.append(self)
+                side = SideGroup(parent, timeout, "ring", connecting)
+                limits.keep()
+                made.append(side)
+                assert isinstance(connecting.watch, _MeshWatch), "what patience makes"
+                self.watch = side.beside = watch = connecting.watch
+                watch.departures.leave, watch.departures.end = self.interrupt, self.disconnect
+                self._ring = ring = Ring(side, watch, process_exit.threads)
+                process_exit.add(ring)
+                ring.begin(partial(_ring_is_over, ring))
+        _connected.add(self)
+        return watch
+
+    def _forget(self) -> None:
+        """Let the next call connect."""
+        self.watch = self._ring = None
+
+    def _over(self) -> Iterable[object]:
+        """Yield what stands for the mesh's process groups, once there are connections."""
+        return () if self._parent is None else (reference for reference, _ in self._parent.groups)
 
     def interrupt(self) -> None:
-        self._interrupt()
+        super().interrupt()
+        if self._parent is not None and os.getpid() == self._pid and self._mesh_broken.begin():
+            self.courtesies.do(partial(_disconnect, self._parent))
 
-    def _introduce(self) -> None:
-        """Tell the other ranks which process this is, and watch theirs from here on. Collective."""
-        said = json.dumps([uuid.uuid4().hex, ProcessIdentity.of_this_process()])
-        heard = super().all_gather_bytes(said.encode(), "ShardedOptimizer()")
-        ranks = [ProcessIdentity(*json.loads(words)[1]) for words in heard]
-        store = default_store(f"zero_opt/{hashlib.sha256(b''.join(heard)).hexdigest()[:32]}/watch")
-        watch = _MeshWatch(store, self.rank, ranks, (self.timeout_s, self._checks.hang_timeout))
-        watch.departures.leave, watch.limits = self._interrupt, self._limits
-        watch.broken_connections = partial(_broken_connections, self._device_mesh, self.ranks)
-        watch.posted.begin_ring()
-        watch.begin("ShardedOptimizer()")
-        self.watch = watch
+    def close(self) -> None:
+        """Announce that this rank makes no more calls over the mesh, and close what is not the mesh's own."""
+        if self._ring is not None:
+            self._ring.abandon(How.CLOSED)
+        if self.watch is not None:
+            self.watch.departures.forget()
+        super().close()
+
+
+def _ring_is_over(ring: Ring) -> None:
+    ring.drop()
+    process_exit.running.discard(ring)
+
+
+def over_the_same(groups: Iterable[MeshGroup]) -> list[MeshGroup]:
+    """Return the connected groups of this process over ranks that any of these connects too."""
+    mine = {reference for group in groups for reference in group._over()}
+    return [group for group in [*_connected] if not mine.isdisjoint(group._over())]
 
 
 def _groups_of(mesh: Any) -> list[Any]:
@@ -221,26 +252,23 @@ def _order_of_arrival(mesh: Any) -> list[int]:
     return along(0)
 
 
-def _broken_connections(mesh: Any, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Yield the numbers among ``ranks`` of those to which a mesh's groups have no connection, and gloo's words."""
-    for pg in _groups_of(mesh):
-        members = dist.get_process_group_ranks(pg)
-        for rank, words in broken_connections(weakref.ref(pg)):
-            yield ranks.index(members[rank]), words
+def _parent_of(mesh: Any, ranks: Sequence[int]) -> Parent:
+    """Return the ranks of a mesh, given in ascending order, as a parent of groups."""
+    parents = [parent_of(pg) for pg in _groups_of(mesh)]
+    if len(parents) == 1:
+        return parents[0]
+    name = f"a mesh of {' x '.join(map(str, mesh.shape))} ranks"
+    groups = [(group, [ranks.index(rank) for rank in each.ranks]) for each in parents for group, _ in each.groups]
+    timeout_s = min(each.timeout_s for each in parents)
+    return Parent(name, (*ranks,), ranks.index(dist.get_rank()), parents[0].backends, timeout_s, groups)
 
 
-def _interrupt(mesh: Any, broken: Broken) -> None:
-    """End every wait over a mesh, and break its connections."""
-    if broken.begin():
-        _disconnect(mesh)
-
-
-def _disconnect(mesh: Any) -> None:
+def _disconnect(parent: Parent) -> None:
     """Break the connections of gloo over a mesh, as :meth:`Group.disconnect` does, so that no rank waits for this one.
 
     FSDP's collectives end with it, as they do when a wait of gloo's times out.
     """
-    for pg in _groups_of(mesh):
+    for pg in filter(None, (reference() for reference, _ in parent.groups)):
         for rank in (rank for rank in range(pg.size()) if rank != pg.rank()):
-            with contextlib.suppress(RuntimeError):  # PeerLost is one
+            with suppress(RuntimeError):  # PeerLost is one
                 Transfer("", pg.recv, [torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT).wait(0.001)

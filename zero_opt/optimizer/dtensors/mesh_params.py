@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -40,6 +41,8 @@ from ...sharding.wrapped_class import is_elementwise
 from ...state.kept_state import KeptState
 from ...state.state_dict import StateDict, StatesByIndex, copied, tried_on
 from ...state.trial import is_known, state_after_a_step
+from ...system.background_thread import run_apart
+from ...system.failures import on_failure
 from ..config import Config
 from .fsdp import Shards
 from .local_parts import (
@@ -53,7 +56,7 @@ from .local_parts import (
     state_of_param,
     travels,
 )
-from .mesh_group import ANY, MeshGroup, Result
+from .mesh_group import ANY, MeshGroup, Result, over_the_same
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
 # the rank has parameters of several meshes, or of none.
@@ -61,6 +64,8 @@ _ROW = struct.Struct("<ddd?")
 _NORM = struct.Struct("<d")
 # How far, relative to the norm, replicas' gradients may be apart: they are made by kernels that may round otherwise.
 _ROUNDING = 1e-4
+# Seconds that the groups have to close of an optimizer that nobody holds any more.
+_GROUPS_END_S = 1.0
 
 
 class MeshParams:
@@ -82,6 +87,8 @@ class MeshParams:
         self.by_muon = config.optimizer_class is torch.optim.Muon
         self._checks, self._params = config.checks, list[Tensor]()
         self._groups: dict[Any, MeshGroup] = {}
+        self._finalizer = weakref.finalize(self, run_apart, partial(_close_all, self._groups), _GROUPS_END_S)
+        self._finalizer.atexit = False
         self._kept = KeptState()
 
     def add(self, params: Sequence[Tensor]) -> None:
@@ -97,7 +104,7 @@ class MeshParams:
         params = [param for group in param_groups for param in group["params"]]
         if len(params) != len(self._params) or not all(map(is_, params, self._params)):
             self.shards, self._params = Shards(), []
-            self._groups.clear()
+            self.close()
             self.forget()
             admit(self, params)
 
@@ -111,6 +118,15 @@ class MeshParams:
     def largest(self) -> MeshGroup:
         """The group of the largest mesh, which the ranks of a host are likely to share."""
         return max(self._groups.values(), key=lambda group: group.world_size)
+
+    def in_step(self, step: int) -> None:
+        """Note, for messages, that this rank has completed so many steps."""
+        for group in self._groups.values():
+            group.in_step(step)
+
+    def close(self) -> None:
+        """Close the groups: this rank makes no more calls over the meshes."""
+        _close_all(self._groups)
 
     @contextmanager
     def of_all_ranks(self, failed_here: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
@@ -130,7 +146,7 @@ class MeshParams:
             groups = [*self._groups.values()]
             calls = [group.call for group in groups if group.calls > sent.get(group, 0)]
             told = isinstance(error, ZeroOptError) or any(id(error) == group.told for group in groups)
-            for group in groups if calls and not told and not failed_here(error) else ():
+            for group in over_the_same(groups) if calls and not told and not failed_here(error) else ():
                 group.leave_interrupted(error, calls[0])
             raise
 
@@ -357,6 +373,11 @@ class MeshParams:
         return self.largest.collective("load_state_dict()", do)
 
 
+def _close_all(groups: dict[Any, MeshGroup]) -> None:
+    while groups:
+        groups.popitem()[1].close()
+
+
 def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped_dtype: torch.dtype) -> dict[str, Any]:
     """Return what a DTensor's state will be like after its first step, in host memory. Collective.
 
@@ -406,7 +427,8 @@ def mesh_of(entries: Iterable[Any], config: Config, *, ranks_given: bool) -> Mes
         mesh = MeshParams(config)
     admit(mesh, params)
     if mesh is not None:
-        mesh.require_same_checks(config)
+        with on_failure(mesh.close):
+            mesh.require_same_checks(config)
     return mesh
 
 

@@ -24,7 +24,7 @@ from test.support.fsdp_models import (
     sharded_optimizer,
 )
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.optimizer.dtensors import mesh_group
+from zero_opt.optimizer.dtensors.mesh_group import MeshGroup
 
 STEPS = 5
 WORKER = zero_opt.WorkerOffload()
@@ -192,8 +192,8 @@ def _no_messages(rank: int, world_size: int) -> None:
     net = sharded_net(mesh_of((world_size,)))
     optimizer = sharded_optimizer(net, offload=WORKER)
     told: list[Any] = []
-    gather: Any = mesh_group.all_gather
-    mesh_group.all_gather = lambda *arguments: told.append(arguments) or gather(*arguments)  # type: ignore[assignment]
+    gather: Any = MeshGroup.all_gather
+    MeshGroup.all_gather = lambda *given: told.append(given) or gather(*given)  # type: ignore[assignment,method-assign]
     for step in range(2):
         backward(net, step, rank)
         with CommDebugMode() as sent:

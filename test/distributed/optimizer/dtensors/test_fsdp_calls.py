@@ -147,7 +147,7 @@ def _interrupted(rank: int, world_size: int) -> str:
     store: Any = dist.distributed_c10d._get_default_store()
     if rank:
         store.wait(["interrupted"])
-        with pytest.raises(PeerSilent) as caught:
+        with pytest.raises(PeerLost) as caught:
             optimizer.clip_grad_norm_(1.0)
         return str(caught.value)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -163,7 +163,7 @@ def _interrupted(rank: int, world_size: int) -> str:
 def test_a_wait_that_is_interrupted_is_the_last() -> None:
     own, others = run_processes(2, _interrupted)
     assert own.startswith("this rank has left training, because KeyboardInterrupt has ended its wait"), own
-    assert "an exception on rank 0" in others and "has ended clip_grad_norm_() there" in others, others
+    assert others.startswith("rank 0 has left training after 1 step, because an exception there"), others
 
 
 def _on_a_mesh(rank: int, world_size: int) -> str:
