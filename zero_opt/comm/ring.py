@@ -115,7 +115,7 @@ class Ring:
     ) -> None:
         try:
             use_device()
-            while self.open or not self.closed.done():
+            while self.open or self.told or not self.closed.done():
                 words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, RING_TAG).wait(FOR_EVER_S)
                 message = RingMessage(*words.tolist())
@@ -206,6 +206,7 @@ class Ring:
             if self.closed.done():
                 return
             self.closed.set_result(None)
+            self.told = True  # another rank that leaves now waits until its own words of that are read here
         if self.lost is None:
             how = How.FAILED if self._departures.failed else how
             self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))

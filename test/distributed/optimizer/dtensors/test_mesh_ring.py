@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
@@ -19,7 +21,7 @@ from test.support.descriptors import open_files
 from test.support.failures import PATIENCE_S
 from test.support.fsdp_models import backward, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import run_processes
-from zero_opt.comm import process_identity
+from zero_opt.comm import process_identity, ring, waits_beside
 from zero_opt.errors import OptimizerClosed, PeerLost, ProcessGroupError
 from zero_opt.optimizer.dtensors import mesh_params
 from zero_opt.state import process_exit
@@ -256,3 +258,22 @@ def _constructed_again(rank: int, world_size: int) -> bool:
 
 def test_a_construction_that_is_refused_leaves_no_ring() -> None:
     assert run_processes(2, _constructed_again) == [True, True]
+
+
+def _dropped_in_turn(rank: int, world_size: int) -> None:
+    """Both ranks leave at about the same time, and neither has a limit of its own on how long it takes."""
+    net = sharded_net(mesh_of((2,)))
+    forever = 2 * PATIENCE_S
+    limits = (ring, "FAREWELL_S"), (mesh_params, "_GROUPS_END_S"), (waits_beside, "_COURTESY_S")
+    with contextlib.ExitStack() as patched:
+        for where, name in limits:
+            patched.enter_context(mock.patch.object(where, name, forever))
+        for _ in range(12):
+            optimizer = sharded_optimizer(net)
+            dist.barrier()
+            del optimizer
+            gc.collect()
+
+
+def test_two_ranks_that_leave_at_once_wait_for_no_limit() -> None:
+    run_processes(2, _dropped_in_turn)
