@@ -35,7 +35,19 @@ _SAYING_S = 5.0
 _TRY_AGAIN_S, _TRY_AGAIN_PART = 2.0, 0.25
 
 
-class CallWatch(Watch):
+class NamedCallsWatch(Watch):
+    """A watch of calls that messages name by themselves, since they belong to no step of all ranks."""
+
+    @property
+    def where(self) -> str:
+        return self.call
+
+    def alone(self, missing: Sequence[int]) -> str:
+        others = " and ".join(f"rank {rank}" for rank in missing)
+        return f"rank {self._rank} waits in {self.call} for {others}"
+
+
+class CallWatch(NamedCallsWatch):
     """A watch of one call outside of training."""
 
     timeout_option = "init_process_group(timeout=...)"
@@ -43,16 +55,8 @@ class CallWatch(Watch):
     _why = ""  # what the others are told of an exception here
     _tried_at = 0.0  # seconds of a wait after which connections were tried
 
-    @property
-    def where(self) -> str:
-        return self.call
-
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "all ranks have begun that call"
-
-    def alone(self, missing: Sequence[int]) -> str:
-        others = " and ".join(f"rank {rank}" for rank in missing)
-        return f"rank {self._rank} waits in {self.call} for {others}"
 
     def advice(self, ranks: Sequence[int]) -> str:
         return f"let {'them' if len(ranks) > 1 else 'it'} go on (kill -CONT), and call {self.call} again on every rank"

@@ -26,9 +26,9 @@ from ...comm.connecting import Connecting, made_by_all
 from ...comm.departures import How, rank_name
 from ...comm.groups import INLINE_BYTES, Group
 from ...comm.keepalive import HostLimits
-from ...comm.peer_watch import Watch
 from ...comm.rendezvous import Patience
 from ...comm.ring import Ring
+from ...comm.short_lived import NamedCallsWatch
 from ...comm.side_group import SideGroup
 from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
 from ...comm.user_connections import Parent, broken_connections, parent_of
@@ -50,19 +50,11 @@ Result = TypeVar("Result")
 _connected: weakref.WeakSet[MeshGroup] = weakref.WeakSet()
 
 
-class _MeshWatch(Watch):
-    """A watch of the calls over one mesh, which name themselves: no step is one of all ranks."""
-
-    @property
-    def where(self) -> str:
-        return self.call
+class _MeshWatch(NamedCallsWatch):
+    """A watch of the calls over one mesh."""
 
     def last(self, ranks: Sequence[int] = ()) -> str:  # noqa: ARG002  (as for steps)
         return "every rank of the mesh must make that call"
-
-    def alone(self, missing: Sequence[int]) -> str:
-        others = " and ".join(f"rank {rank}" for rank in missing)
-        return f"rank {self._rank} waits in {self.call} for {others}"
 
     def failed(self, error: RuntimeError) -> PeerLost | None:
         """Leave, and return the error once a collective of the mesh's own process groups has failed."""
