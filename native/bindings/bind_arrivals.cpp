@@ -1,8 +1,8 @@
 // The hook of a gradient that arrives, for most gradients: what OverlappedReduction._arrived() does, in one call.
 //
-// The objects are those of zero_opt/reduction/overlapped.py. Whatever is not the usual case is left to Python, before
-// anything has changed. No thread is in _arrived() while the reduction has a _taking, and no other one gets the
-// interpreter's lock in here before everything has changed.
+// The objects are those of zero_opt/reduction/overlapped.py. A gradient that is not a usual one is left to Python
+// before anything has changed. While the reduction has a `_taking`, no thread is in `_arrived()`; and this function
+// keeps the interpreter's lock from its first check of the round to its last change.
 #include <stdexcept>
 
 #include "bindings/bindings.hpp"
@@ -100,7 +100,7 @@ bool take(PyObject* state, PyObject* param) {
   const py::object grads = attribute(fill, name.grads), left = stolen(PyLong_FromSsize_t(missing - 1));
   if (PyObject_SetAttr(param, name.grad, PyTuple_GET_ITEM(place, kConsumed)) != 0) {
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
-    PyErr_Clear();  // Python meets it again, and says what does not fit
+    PyErr_Clear();  // the Python hook meets the error again, and raises one that says what does not fit
     return false;
   }
   truth(PySet_Add(member(kShown), index));

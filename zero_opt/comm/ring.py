@@ -1,4 +1,4 @@
-"""The ring, round which news of ranks that have left travels from rank to rank, without the store.
+"""The ring: news of ranks that have left travels around it from rank to rank, without the store.
 
 [Note: the ring]
 A thread per rank waits for messages of the rank before it and passes each on to the next, until the message has been
@@ -81,7 +81,8 @@ class Ring:
     Attributes:
         others: the other ranks, in the order round the ring. open: those that have not closed, as far as is known.
         closed: over once this rank has closed. lock: held while it closes, until it has told the others.
-        lost: what has broken the ring here. told: whether that was announced.
+        lost: what has broken the ring here.
+        told: whether a break of the ring is announced, by this rank or by the one before it.
         thread: waits for messages, once the ring has begun.
     """
 
@@ -123,7 +124,7 @@ class Ring:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self.pass_on(words)
                 self._take(message, asked)
-            with self.lock:  # under which close() tells the others
+            with self.lock:  # held by a rank that closes, until it has told the others
                 pass
             self.wait_passed(INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
@@ -197,7 +198,8 @@ class Ring:
     def abandon(self, how: How) -> None:
         """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.
 
-        What remains to be told then is told to nobody: after the first rank that leaves no call of all ranks ends.
+        News that is still on its way is lost with the ring. Nobody needs it: once one rank has left, no call of all
+        ranks can succeed.
         """
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
@@ -206,7 +208,8 @@ class Ring:
             if self.closed.done():
                 return
             self.closed.set_result(None)
-            self.told = True  # another rank that leaves now waits until its own words of that are read here
+            # read on until the connection breaks: the rank before this one may wait until its BROKEN is read
+            self.told = True
         if self.lost is None:
             how = How.FAILED if self._departures.failed else how
             self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))

@@ -1,6 +1,7 @@
 """The user's ranks that groups of our own are made for, and which connections of the user's groups have ended.
 
-A rank that leaves training breaks its connections for that. Those of the user's groups end with its process.
+A rank that leaves training breaks its connections for training. Those of the user's process group end only with its
+process; :class:`MeshGroup` breaks those of a mesh too.
 """
 
 from __future__ import annotations

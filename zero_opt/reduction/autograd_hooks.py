@@ -118,9 +118,10 @@ class TakingHooks(ArrivalHooks):
     ``_arrived`` runs, on whatever thread, or a round is opened, and from the end of the round on. All other gradients
     are left to ``_arrived``.
 
-    The function notes that a gradient has come before it calls Python. So no hook is registered before it, but where
-    another one is, which may raise an exception. Where the user's code may run when ``p.grad`` is read or set, in a
-    subclass of Parameter or a mode, all gradients are left to Python.
+    The function notes that a gradient has come before it calls Python, so it needs no other hook before it. Two kinds
+    of parameters keep the hooks of :class:`ArrivalHooks`, and all their gradients go through Python: those that already
+    have hooks, one of which may raise, and those of a subclass of Parameter, whose code may run when ``p.grad`` is read
+    or set. In a torch function mode, the function leaves every gradient to Python.
     """
 
     def _registered(self, index: int, param: Any) -> list[Any]:

@@ -32,7 +32,7 @@ _THREADS_END_S = 5.0
 
 
 class Service(Protocol):
-    """What ranks do for each other until they end."""
+    """What a rank runs for the others until its process ends: the state service, or the ring of a mesh."""
 
     def abandon(self, how: How) -> None:
         """Say how this rank leaves, unless the user has closed."""

@@ -2,9 +2,9 @@
 
 [Note: beside FSDP's collectives]
 A call of one rank alone would meet, in the mesh's process groups, the collectives of the other ranks' forward; where
-sizes differ, gloo aborts the process. So where a mesh has gloo, each optimizer has connections of its own, and
-[Note: the ring]. A rank that leaves training breaks those of the mesh's groups too, so that no rank waits for it in
-FSDP's collectives.
+sizes differ, gloo aborts the process. So where a mesh has gloo, each optimizer has connections of its own, and a ring
+over them ([Note: the ring]). A rank that leaves training breaks those of the mesh's groups too, so that no rank waits
+for it in FSDP's collectives.
 """
 
 from __future__ import annotations
@@ -107,12 +107,13 @@ class MeshGroup(Group):
             return super().all_gather_bytes(payload, call, called)
         watch = self._connect(called or call)
         told = super().all_gather_bytes(payload, call, called)
-        watch.posted.begin_ring()  # as all ranks are in it
+        watch.posted.begin_ring()  # every rank listens to its ring by now
         return told
 
     @property
     def calls(self) -> int:
-        return 0 if self.watch is None else 1 + super().calls  # there was none for the first one
+        # connecting counts: the other ranks are in the call from then on
+        return 0 if self.watch is None else 1 + super().calls
 
     @property
     def call(self) -> str:

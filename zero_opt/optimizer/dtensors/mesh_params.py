@@ -64,7 +64,7 @@ _ROW = struct.Struct("<ddd?")
 _NORM = struct.Struct("<d")
 # How far, relative to the norm, replicas' gradients may be apart: they are made by kernels that may round otherwise.
 _ROUNDING = 1e-4
-# Seconds that the groups have to close of an optimizer that nobody holds any more.
+# Seconds that the groups of an optimizer have to close once nothing refers to it.
 _GROUPS_END_S = 1.0
 
 
@@ -125,7 +125,7 @@ class MeshParams:
             group.in_step(step)
 
     def close(self) -> None:
-        """Close the groups: this rank makes no more calls over the meshes."""
+        """Close the groups; parameters that are added later get new ones."""
         _close_all(self._groups)
 
     @contextmanager
