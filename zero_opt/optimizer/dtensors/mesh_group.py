@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -194,9 +194,9 @@ class MeshGroup(Group):
         """Let the next call connect."""
         self.watch = self._ring = None
 
-    def _over(self) -> Iterable[object]:
-        """Yield what stands for the mesh's process groups, once there are connections."""
-        return () if self._parent is None else (reference for reference, _ in self._parent.groups)
+    def _user_groups(self) -> Iterable[dist.ProcessGroup]:
+        """Yield the mesh's process groups that are not destroyed, once there are connections."""
+        return () if self._parent is None else filter(None, (reference() for reference, _ in self._parent.groups))
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -217,10 +217,13 @@ def _ring_is_over(ring: Ring) -> None:
     process_exit.running.discard(ring)
 
 
-def over_the_same(groups: Iterable[MeshGroup]) -> list[MeshGroup]:
-    """Return the connected groups of this process over ranks that any of these connects too."""
-    mine = {reference for group in groups for reference in group._over()}
-    return [group for group in [*_connected] if not mine.isdisjoint(group._over())]
+def sharing_a_process_group(groups: Collection[MeshGroup]) -> list[MeshGroup]:
+    """Return this process's connected groups whose mesh has a process group in common with one of these.
+
+    Their connections break together. Of these themselves all that are connected are among them.
+    """
+    mine = {pg for group in groups for pg in group._user_groups()}
+    return [group for group in [*_connected] if group in groups or not mine.isdisjoint(group._user_groups())]
 
 
 def _groups_of(mesh: Any) -> list[Any]:

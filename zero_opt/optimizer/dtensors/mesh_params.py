@@ -56,7 +56,7 @@ from .local_parts import (
     state_of_param,
     travels,
 )
-from .mesh_group import ANY, MeshGroup, Result, over_the_same
+from .mesh_group import ANY, MeshGroup, Result, sharing_a_process_group
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
 # the rank has parameters of several meshes, or of none.
@@ -146,7 +146,7 @@ class MeshParams:
             groups = [*self._groups.values()]
             calls = [group.call for group in groups if group.calls > sent.get(group, 0)]
             told = isinstance(error, ZeroOptError) or any(id(error) == group.told for group in groups)
-            for group in over_the_same(groups) if calls and not told and not failed_here(error) else ():
+            for group in sharing_a_process_group(groups) if calls and not told and not failed_here(error) else ():
                 group.leave_interrupted(error, calls[0])
             raise
 
