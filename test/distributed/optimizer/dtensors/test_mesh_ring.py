@@ -223,7 +223,7 @@ def _forked(rank: int, world_size: int) -> float:
     dist.barrier()
     child = os.fork()
     if child == 0:
-        signal.alarm(100)  # should it hang, nobody else would end it
+        signal.alarm(int(PATIENCE_S))  # should it hang, nobody else would end it
         refused = 0
         try:
             optimizer.clip_grad_norm_(1.0)
@@ -261,7 +261,7 @@ def test_a_construction_that_is_refused_leaves_no_ring() -> None:
 
 
 def _dropped_in_turn(rank: int, world_size: int) -> None:
-    """Both ranks leave at about the same time, and neither has a limit of its own on how long it takes."""
+    """Both ranks leave at about the same time. One that waits for a limit outlasts the harness's, and so fails."""
     net = sharded_net(mesh_of((2,)))
     forever = 2 * PATIENCE_S
     limits = (ring, "FAREWELL_S"), (mesh_params, "_GROUPS_END_S"), (waits_beside, "_COURTESY_S")
