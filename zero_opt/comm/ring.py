@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import PeerLost, ZeroOptError
 from ..system.devices import thread_device
 from ..system.future import Future
-from ..system.threads import BackgroundThreads
+from . import process_exit
 from .backend_errors import backend_words, closed_by_timeout
 from .departures import Departure, How
 from .peer_watch import Watch
@@ -88,9 +88,9 @@ class Ring:
 
     thread: threading.Thread
 
-    def __init__(self, side: SideGroup, watch: Watch, threads: BackgroundThreads) -> None:
-        """``watch``: that of training, which hears of ranks that have left. ``threads``: lists the ring's thread."""
-        self._side, self._watch, self._departures, self._threads = side, watch, watch.departures, threads
+    def __init__(self, side: SideGroup, watch: Watch) -> None:
+        """``watch``: that of training, which hears of ranks that have left."""
+        self._side, self._watch, self._departures = side, watch, watch.departures
         self.others = [(side.rank + away) % side.world_size for away in range(1, side.world_size)]
         self._right, self._left = self.others[0], self.others[-1]
         self.open, self.closed, self.lock = set(self.others), Future[None](), threading.RLock()
@@ -109,7 +109,7 @@ class Ring:
                 that asks for state.
         """
         self.thread = threading.Thread(target=self._listen, args=(thread_device(), asked, over), name="zero_opt ring")
-        self._threads.start(self.thread)
+        process_exit.threads.start(self.thread)
 
     def _listen(
         self, use_device: Callable[[], None], asked: Callable[[RingMessage], None], over: Callable[[], None]

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..comm import process_exit
 from ..comm.peer_watch import Watch
 from ..comm.ring import FOR_EVER_S, OPEN, RingMessage, words_of
 from ..comm.side_group import SideGroup
@@ -19,7 +20,6 @@ from ..comm.waits_beside import outcome, submitted
 from ..errors import PeerLost, error_of_rank
 from ..system.background_thread import SerialThread
 from ..system.interrupts import uninterrupted
-from . import process_exit
 from .entries import Places, message_for
 from .guard import Verdict
 from .messages import (

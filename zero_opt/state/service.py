@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import process_exit
 from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
@@ -45,7 +46,6 @@ from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, name_and_t
 from ..system.devices import thread_device
 from ..system.failures import on_failure
 from ..system.log import log
-from . import process_exit
 from .asking import Questions
 from .consolidate import FrozenState, IncomingState, LocalState
 from .entries import listed, listing, message_to_send, packets
@@ -82,7 +82,7 @@ class StateService:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._ring = Ring(side, watch, process_exit.threads)
+        self._ring = Ring(side, watch)
         self._in_order, self._asking = False, NoReentry("inside state_dict(), on the same thread")
         self._direct = DirectMessages(side, self._departures)
         self._questions = Questions(side, self._direct, watch, self._ring.pass_on)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm import process_exit
 from ...comm.backend_errors import first_line, is_loss, timed_out
 from ...comm.backend_exchanges import gathered_over
 from ...comm.connecting import Connecting, made_by_all
@@ -36,7 +37,6 @@ from ...comm.waits_beside import Broken
 from ...errors import PeerLost
 from ...field_checks import waited_for
 from ...policies import Checks
-from ...state import process_exit
 from ...system.devices import HOST
 from ...system.failures import on_failure
 from ...system.future import Future
@@ -184,7 +184,7 @@ class MeshGroup(Group):
                 assert isinstance(connecting.watch, _MeshWatch), "what patience makes"
                 self.watch = side.beside = watch = connecting.watch
                 watch.departures.leave, watch.departures.end = self.interrupt, self.disconnect
-                self._ring = ring = Ring(side, watch, process_exit.threads)
+                self._ring = ring = Ring(side, watch)
                 process_exit.add(ring)
                 ring.begin(partial(_ring_is_over, ring))
         _connected.add(self)

@@ -21,10 +21,9 @@ from test.support.descriptors import open_files
 from test.support.failures import PATIENCE_S
 from test.support.fsdp_models import backward, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import run_processes
-from zero_opt.comm import process_identity, ring, waits_beside
+from zero_opt.comm import process_exit, process_identity, ring, waits_beside
 from zero_opt.errors import OptimizerClosed, PeerLost, ProcessGroupError
 from zero_opt.optimizer.dtensors import mesh_params
-from zero_opt.state import process_exit
 from zero_opt.system.waiting import until
 
 # The host of each rank.

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..comm.departures import How
-from ..comm.stops import WARN_AFTER_S
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from ..system.threads import BackgroundThreads
+from .departures import How
+from .stops import WARN_AFTER_S
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
