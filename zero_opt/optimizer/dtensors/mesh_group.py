@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import process_exit
 from ...comm.backend_errors import first_line, is_loss, timed_out
 from ...comm.backend_exchanges import gathered_over
 from ...comm.connecting import Connecting, made_by_all
@@ -28,7 +27,7 @@ from ...comm.departures import How, rank_name
 from ...comm.groups import INLINE_BYTES, Group
 from ...comm.keepalive import HostLimits
 from ...comm.rendezvous import Patience
-from ...comm.ring import Ring
+from ...comm.ring import UnservedRing
 from ...comm.short_lived import NamedCallsWatch
 from ...comm.side_group import SideGroup
 from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
@@ -75,7 +74,7 @@ class MeshGroup(Group):
 
     watch: _MeshWatch | None = None
     _pg: dist.ProcessGroup | None = None
-    _ring: Ring | None = None
+    _ring: UnservedRing | None = None
 
     def __init__(self, mesh: Any, checks: Checks) -> None:
         self._device_mesh, self._checks = mesh, checks
@@ -184,9 +183,7 @@ class MeshGroup(Group):
                 assert isinstance(connecting.watch, _MeshWatch), "what patience makes"
                 self.watch = side.beside = watch = connecting.watch
                 watch.departures.leave, watch.departures.end = self.interrupt, self.disconnect
-                self._ring = ring = Ring(side, watch)
-                process_exit.add(ring)
-                ring.begin(partial(_ring_is_over, ring))
+                self._ring = UnservedRing(side, watch)
         _connected.add(self)
         return watch
 
@@ -210,11 +207,6 @@ class MeshGroup(Group):
         if self.watch is not None:
             self.watch.departures.forget()
         super().close()
-
-
-def _ring_is_over(ring: Ring) -> None:
-    ring.drop()
-    process_exit.running.discard(ring)
 
 
 def sharing_a_process_group(groups: Collection[MeshGroup]) -> list[MeshGroup]:
