@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_opt.comm.user_connections import Parent
+from zero_opt.comm.parent import Parent
 from zero_opt.optimizer.dtensors import mesh_group
 from zero_opt.optimizer.dtensors.mesh_group import MeshGroup, _order_of_arrival, sharing_a_process_group
 
