@@ -1,8 +1,8 @@
 // The hook of a gradient that arrives, for most gradients: what OverlappedReduction._arrived() does, in one call.
 //
-// The objects are those of zero_opt/reduction/overlapped.py. Whatever is not the usual case is left to Python, before
-// anything has changed. No thread is in _arrived() while the reduction has a _taking, and no other one gets the
-// interpreter's lock in here before everything has changed.
+// The objects are those of zero_opt/reduction/overlapped.py. A gradient that is not a usual one is left to Python
+// before anything has changed. While the reduction has a `_native_round`, no thread is in `_arrived()`; and this
+// function keeps the interpreter's lock from its first check of the round to its last change.
 #include <stdexcept>
 
 #include "bindings/bindings.hpp"
@@ -10,16 +10,16 @@
 namespace zero_opt::bindings {
 namespace {
 
-// The members of a hook's own state, and of a reduction's Taking.
+// The members of a hook's own state, and of a reduction's NativeRound.
 enum Member { kReduction, kIndex, kClass, kOtherwise, kUnheard, kTensor, kStrided, kTask, kMode, kMembers };
-enum Taking { kOfTask, kInRound, kShown, kPlaces, kFills, kSums, kRounds, kWithdrawn, kLocal, kTakingMembers };
+enum Round { kOfTask, kInRound, kShown, kPlaces, kFills, kSums, kRounds, kWithdrawn, kLocal, kRoundMembers };
 // Those of a GradPlace.
 enum Place { kParam, kConsumed, kBucket, kPosition };
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 struct Names {
-  PyObject *taking = interned("_taking"), *sealed = interned("sealed"), *missing = interned("missing");
+  PyObject *round = interned("_native_round"), *sealed = interned("sealed"), *missing = interned("missing");
   PyObject *grads = interned("grads"), *producers = interned("producers");
   PyObject *grad = interned("grad"), *layout = interned("layout"), *base = interned("_base");
 };
@@ -81,26 +81,25 @@ bool take(PyObject* state, PyObject* param) {
   if (reduction.is_none()) return false;
   py::object grad = attribute(param, name.grad);  // before what follows, as it may let the garbage collector run
   if (!is_plain(grad, state)) return false;
-  const py::object taking = attribute(reduction, name.taking);
-  if (!PyTuple_Check(taking.ptr()) || PyTuple_GET_SIZE(taking.ptr()) != kTakingMembers) return false;
-  const auto member = [&taking](Taking at) { return PyTuple_GET_ITEM(taking.ptr(), at); };
+  const py::object round = attribute(reduction, name.round);
+  if (!PyTuple_Check(round.ptr()) || PyTuple_GET_SIZE(round.ptr()) != kRoundMembers) return false;
+  const auto member = [&round](Round at) { return PyTuple_GET_ITEM(round.ptr(), at); };
   const py::object task = called(PyTuple_GET_ITEM(state, kTask));
   if (!truth(PyObject_RichCompareBool(task.ptr(), member(kOfTask), Py_EQ))) return false;
   PyObject* index = PyTuple_GET_ITEM(state, kIndex);
   if (contains(member(kInRound), index) || contains(member(kShown), index)) return false;
-  const auto owned = py::reinterpret_borrow<py::object>(value_of(member(kPlaces), index));
-  PyObject* place = owned.ptr();
+  const auto held = py::reinterpret_borrow<py::object>(value_of(member(kPlaces), index));
+  PyObject* place = held.ptr();
   if (place == nullptr || PyTuple_GET_ITEM(place, kParam) != param) return false;
-  const py::handle open = value_of(member(kFills), PyTuple_GET_ITEM(place, kBucket));
-  if (!open) return false;
-  const auto fill = py::reinterpret_borrow<py::object>(open);
+  const auto fill = py::reinterpret_borrow<py::object>(value_of(member(kFills), PyTuple_GET_ITEM(place, kBucket)));
+  if (!fill) return false;
   const Py_ssize_t missing = PyLong_AsSsize_t(attribute(fill, name.missing).ptr());
   if (missing <= 1 || attribute(fill, name.sealed).ptr() != Py_False) return false;
   if (!attribute(fill, name.producers).is_none()) return false;
   const py::object grads = attribute(fill, name.grads), left = stolen(PyLong_FromSsize_t(missing - 1));
   if (PyObject_SetAttr(param, name.grad, PyTuple_GET_ITEM(place, kConsumed)) != 0) {
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
-    PyErr_Clear();  // Python meets it again, and says what does not fit
+    PyErr_Clear();  // the Python hook meets the error again, and raises one that says what does not fit
     return false;
   }
   truth(PySet_Add(member(kShown), index));

@@ -18,8 +18,8 @@ from torch import nn
 import zero_opt
 from test.hosts.network import Network
 from test.support.harness import Failure, run_processes
-from zero_opt.comm import ring
-from zero_opt.state import process_exit, service
+from zero_opt.comm import process_exit, ring
+from zero_opt.state import service
 from zero_opt.system import background_thread
 from zero_opt.system.waiting import until
 

@@ -15,7 +15,7 @@ from test.hosts.network import Network
 from test.hosts.training import PATIENCE_S, Layout, Trained, connect, host_of, train, trained_on_one_host
 from test.support.harness import Failure, assert_bitwise, run_processes
 from test.support.sampling import long_form
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit
 
 LONG = long_form("HOSTS")
 LAYOUTS: list[Layout] = [(1, 1), (2, 2), (1, 1, 1)] if LONG else [(1, 1)]

@@ -13,7 +13,7 @@ import zero_opt
 from test.hosts.network import Network
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, take_step
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit
 
 SECONDS = 300  # nothing hangs
 

@@ -24,12 +24,11 @@ from test.hosts.network import CONTAINER_OF_ALL_PROCESSES, Network
 from test.support.harness import run_processes
 from test.support.sampling import long_form
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import keepalive, peer_watch, short_lived
+from zero_opt.comm import keepalive, peer_watch, process_exit, short_lived
 from zero_opt.comm.groups import Group
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.comm.lazy_gloo import INTERFACES
 from zero_opt.optimizer import process_groups, sharded_optimizer
-from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
 SILENT_S, PROBE_S = 3.0, 1.0

@@ -14,9 +14,9 @@ from test.hosts.network import Network
 from test.hosts.training import connect
 from test.support.fsdp_models import backward, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import run_processes
+from zero_opt.comm import process_exit
 from zero_opt.comm.keepalive import HostLimits
 from zero_opt.optimizer.dtensors import mesh_group
-from zero_opt.state import process_exit
 
 SECONDS = 300  # nothing hangs
 SILENT_S, PROBE_S = 3.0, 1.0

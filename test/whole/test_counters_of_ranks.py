@@ -92,7 +92,7 @@ def test_tags_of_messages_come_back_and_none_is_that_which_nobody_sends() -> Non
         assert last == 2 * headed_messages.TAG_MODULUS - 1
         # Of other messages over the same connections, which no reduction has.
         assert (elements, failures) == (pairwise_exchange._ELEMENTS, pairwise_exchange._FAILURES)
-        assert failures < groups._GREETINGS < groups.ROUNDS < groups._MOVED < groups.NEVER_SENT < 2**31
+        assert failures < groups._GREETINGS < groups._ROUNDS < groups._MOVED < groups.NEVER_SENT < 2**31
         # An interrupt receives it, in order that this takes too long.
         assert groups.NEVER_SENT not in tags
 

@@ -32,10 +32,10 @@ from ..system.threads import THREAD_LIMIT, BackgroundThreads
 from ..system.waiting import until
 from .backend_errors import first_line
 from .lazy_gloo import INTERFACES, partners
+from .parent import Parent
 from .rendezvous import LOOK_AFTER_S, PAUSE_RANK_S, Meeting, Patience
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, require_room_in_file
 from .store_keys import missing, values
-from .user_connections import Parent
 from .waits_beside import outcome, submitted
 
 # Descriptors of one gloo group besides a socket per other rank, and its threads.

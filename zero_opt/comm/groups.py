@@ -38,12 +38,12 @@ from .connecting import Connecting
 from .device_backends import Stages, abort_device_backend, add_device_backend, build_stages, group_timeout_s
 from .keepalive import HostLimits
 from .lazy_gloo import all_gather, greet, greetings, lazy_gloo, never_free, partners, swaps
+from .parent import Parent, parent_of
 from .peer_watch import Watch
 from .rendezvous import Patience, require_same
 from .stops import Stops
 from .store import c10d
-from .transfers import NEVER_SENT, Message, Transfer, broken_among, peer_lost
-from .user_connections import Parent, parent_of
+from .transfers import NEVER_SENT, Message, Transfer, break_connections, broken_among, peer_lost
 from .waits_beside import Broken, Courtesies, SubmittedCall, outcome, submitted
 
 # Of a message between all ranks: what was called, size of the payload, and as much of the payload as fits in.
@@ -59,17 +59,17 @@ ALONE = "alone"
 THREADED, FAKE = "threaded", "fake"
 _WITHOUT_PROCESSES = (THREADED, FAKE)
 # Tags of Group.move(), of the rounds of all_gather(), and the first of connect(); no exchange of buckets has them.
-_MOVED, ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
+_MOVED, _ROUNDS, _GREETINGS = NEVER_SENT - 1, NEVER_SENT - 2, NEVER_SENT - (1 << 10)
 
 
-def _backend_beside(backends: str) -> str:
+def _host_backend(backends: str) -> str:
     """Return the backend of an own group for tensors in host memory, given those of the user's group."""
     return next((name for name in _WITHOUT_PROCESSES if name in backends), "gloo")
 
 
 def carries_messages(parent: dist.ProcessGroup) -> bool:
     """Whether its ranks are processes, two of which can exchange a message without the others."""
-    return _backend_beside(str(dist.get_backend_config(parent))) not in _WITHOUT_PROCESSES
+    return _host_backend(str(dist.get_backend_config(parent))) not in _WITHOUT_PROCESSES
 
 
 def broadcast(pg: dist.ProcessGroup, tensor: Tensor, src: int) -> Transfer:
@@ -135,7 +135,7 @@ class Group:
         self.hosts, self._stages = hosts, list[Stages]()
         self._parent = parent = parent_of(parent)
         self.device_backends = device_backends(parent.backends) if carries_devices else {}
-        self.inline_bytes, self.backend = INLINE_BYTES, _backend_beside(parent.backends)
+        self.inline_bytes, self.backend = INLINE_BYTES, _host_backend(parent.backends)
         self.ranks: list[int] = [*parent.ranks]
         self.rank, self.world_size = parent.rank, len(self.ranks)
         self.timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
@@ -291,7 +291,11 @@ class Group:
 
     @property
     def parent(self) -> dist.ProcessGroup | None:
-        """The user's group that it was made for, if any; raises ProcessGroupError once the user has destroyed it."""
+        """The user's group that it was made for, if any; over a mesh, that of its last dimension of several ranks.
+
+        Raises:
+            ProcessGroupError: the user has destroyed it.
+        """
         parent = None if self._parent is None else self._parent.groups[0][0]()
         if self._parent is not None and parent not in c10d._world.pg_map:
             raise ProcessGroupError("the process group was destroyed, and is needed: call destroy_process_group() last")
@@ -315,7 +319,7 @@ class Group:
         self._require_not_forked()
         pg = self.pg
         if self.has_send_recv and tensor.is_cpu and self.world_size > _RING:
-            swap = swaps(pg, ROUNDS, self.timeout_s)
+            swap = swaps(pg, _ROUNDS, self.timeout_s)
             work = SubmittedCall(self._waits, all_gather, swap, self.rank, tensor, self.world_size)
             self._run(work.begin, ALL, tensor)
             return list(work.value)
@@ -423,10 +427,7 @@ class Group:
     def _break(self) -> None:
         if self.farewell is not None:
             self.farewell()
-        for rank in list(self._used):
-            with contextlib.suppress(PeerLost, RuntimeError):
-                empty = torch.empty(1, dtype=torch.float32, device="cpu")
-                Transfer(f"rank {rank}", self.pg.recv, [empty], rank, NEVER_SENT).wait(0.001)
+        break_connections(self.pg, list(self._used))
 
     def _abort_devices(self) -> None:
         """End what carries accelerator tensors, on this rank alone."""

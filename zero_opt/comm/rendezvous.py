@@ -47,12 +47,12 @@ from .backend_errors import aside, closed_by_timeout
 from .departures import How, rank_name
 from .keepalive import HostLimits
 from .meeting_places import CAME, COUNT, FAILED, Key, meeting_place, next_open, where_ranks_wait
+from .parent import Parent, broken_connections, parent_of, ranks_gone
 from .peer_watch import Watch
 from .process_identity import ProcessIdentity
 from .stops import WARN_AFTER_S, Stops
 from .store import STORE_ERRORS, StoreCalls, c10d, default_store, is_of_store
 from .store_keys import missing, values
-from .user_connections import Parent, broken_connections, parent_of, ranks_gone
 
 # The longest pause between two questions whether all have come, per rank: the store has one server.
 PAUSE_RANK_S = 0.002

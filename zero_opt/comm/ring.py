@@ -1,4 +1,4 @@
-"""The ring, round which news of ranks that have left travels from rank to rank, without the store.
+"""The ring: news of ranks that have left travels around it from rank to rank, without the store.
 
 [Note: the ring]
 A thread per rank waits for messages of the rank before it and passes each on to the next, until the message has been
@@ -24,16 +24,15 @@ from torch import Tensor
 
 from ..errors import PeerLost, ZeroOptError
 from ..system.devices import thread_device
-from ..system.future import Future
-from ..system.threads import BackgroundThreads
+from . import process_exit
 from .backend_errors import backend_words, closed_by_timeout
 from .departures import Departure, How
 from .peer_watch import Watch
 from .side_group import SideGroup
 from .transfers import Message
 
-# Kinds of messages round the ring: OPEN asks for state; BROKEN goes to the next rank alone.
-OPEN, DEPARTED, BROKEN, DOUBTED = 0, 1, 2, 3
+# Kinds of messages round the ring: ASKED asks for state; BROKEN goes to the next rank alone.
+ASKED, DEPARTED, BROKEN, DOUBTED = 0, 1, 2, 3
 RING_TAG = 1
 # Seconds that messages to the next rank have to arrive before connections are broken.
 FAREWELL_S = 1.0
@@ -47,7 +46,7 @@ class RingMessage(NamedTuple):
     """A message from rank ``origin``, which asks for state, has heard that a rank has left, or doubts that one lives.
 
     Attributes:
-        kind: OPEN, DEPARTED, BROKEN or DOUBTED. pull: number of the request. changes: commits after which the state is
+        kind: ASKED, DEPARTED, BROKEN or DOUBTED. pull: number of the request. changes: commits after which the state is
             wanted. about: the rank that has left, or that is doubted. how, steps, calls: see :class:`Departure`.
     """
 
@@ -71,36 +70,33 @@ def departed(origin: int, departure: Departure) -> Tensor:
     return words_of(*RingMessage(DEPARTED, origin, 0, 0, *departure[:4]))
 
 
-def _nobody_asks(_: RingMessage) -> None:
-    """Answer no message: no rank asks for state."""
-
-
 class Ring:
     """This rank's place in the ring, which has connections of its own. See the note of the module.
 
     Attributes:
         others: the other ranks, in the order round the ring. open: those that have not closed, as far as is known.
-        closed: over once this rank has closed. lock: held while it closes, until it has told the others.
-        lost: what has broken the ring here. told: whether that was announced.
+        closed: whether this rank has closed. lock: held while it closes, until it has told the others.
+        lost: what has broken the ring here.
+        told: whether a break of the ring is announced, by this rank or by the one before it.
         thread: waits for messages, once the ring has begun.
     """
 
     thread: threading.Thread
+    closed = told = False
+    lost: Exception | None = None
 
-    def __init__(self, side: SideGroup, watch: Watch, threads: BackgroundThreads) -> None:
-        """``watch``: that of training, which hears of ranks that have left. ``threads``: lists the ring's thread."""
-        self._side, self._watch, self._departures, self._threads = side, watch, watch.departures, threads
+    def __init__(self, side: SideGroup, watch: Watch) -> None:
+        """``watch``: that of training, which hears of ranks that have left."""
+        self._side, self._watch, self._departures = side, watch, watch.departures
         self.others = [(side.rank + away) % side.world_size for away in range(1, side.world_size)]
         self._right, self._left = self.others[0], self.others[-1]
-        self.open, self.closed, self.lock = set(self.others), Future[None](), threading.RLock()
-        self.told = False
-        self.lost: Exception | None = None
+        self.open, self.lock = set(self.others), threading.RLock()
         # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring.
         self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
         side.farewell = self._bid_farewell
         self._departures.tell, self._departures.news = self.tell, True
 
-    def begin(self, over: Callable[[], None], asked: Callable[[RingMessage], None] = _nobody_asks) -> None:
+    def begin(self, over: Callable[[], None], asked: Callable[[RingMessage], None]) -> None:
         """Begin to listen.
 
         Args:
@@ -108,14 +104,14 @@ class Ring:
                 that asks for state.
         """
         self.thread = threading.Thread(target=self._listen, args=(thread_device(), asked, over), name="zero_opt ring")
-        self._threads.start(self.thread)
+        process_exit.threads.start(self.thread)
 
     def _listen(
         self, use_device: Callable[[], None], asked: Callable[[RingMessage], None], over: Callable[[], None]
     ) -> None:
         try:
             use_device()
-            while self.open or self.told or not self.closed.done():
+            while self.open or self.told or not self.closed:
                 words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, RING_TAG).wait(FOR_EVER_S)
                 message = RingMessage(*words.tolist())
@@ -123,7 +119,7 @@ class Ring:
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self.pass_on(words)
                 self._take(message, asked)
-            with self.lock:  # under which close() tells the others
+            with self.lock:  # held by a rank that closes, until it has told the others
                 pass
             self.wait_passed(INTERRUPTION_S)
         except (ZeroOptError, RuntimeError) as error:
@@ -169,7 +165,7 @@ class Ring:
     def _find_lost(self) -> None:
         """Tell the others that the rank before this one is lost, if its connection broke without an announcement."""
         by_itself = closed_by_timeout(backend_words(self.lost))
-        over = self.told or by_itself or (self.closed.done() and not self.open)
+        over = self.told or by_itself or (self.closed and not self.open)
         if not over and self._departures.serves(self._left):
             doubt = words_of(*RingMessage(DOUBTED, self._side.rank, about=self._left))
             ask = None if self._left == self._right else partial(self.pass_on, doubt)
@@ -192,32 +188,56 @@ class Ring:
             error.__traceback__, error = None, error.__cause__ or error.__context__
         self._side.close()
 
-    # -- the end of a rank that has nothing to serve ------------------------------------------------------------------
+    def close(self, how: How, leave: Callable[[How], None]) -> bool:
+        """Close, unless this rank has; return whether it had not.
 
-    def abandon(self, how: How) -> None:
-        """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.
-
-        What remains to be told then is told to nobody: after the first rank that leaves no call of all ranks ends.
+        Args:
+            how: how this rank leaves. leave: announces that.
         """
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
-            return
+            return False
         with self.lock:
-            if self.closed.done():
-                return
-            self.closed.set_result(None)
-            self.told = True  # another rank that leaves now waits until its own words of that are read here
-        if self.lost is None:
-            how = How.FAILED if self._departures.failed else how
-            self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))
-        if how is not How.CLOSED:
+            if self.closed:
+                return False
+            self.closed = True
+            leave(how)
+        if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
-        self._side.interrupt()
-
-    def serve_on(self, failed: bool) -> None:
-        """Wait for no rank: there is nothing to serve."""
+        return True
 
     def break_off(self) -> None:
         """Break the connections, and wait a little for the thread."""
         self._side.interrupt()
         self.thread.join(INTERRUPTION_S)
+
+
+class UnservedRing(Ring):
+    """A ring in which no rank asks for state: it ends with the first rank that leaves it."""
+
+    def __init__(self, side: SideGroup, watch: Watch) -> None:
+        super().__init__(side, watch)
+        process_exit.add(self)
+        self.begin(self._end, lambda _: None)
+
+    def abandon(self, how: How) -> None:
+        """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.
+
+        News that is still on its way is lost with the ring. Nobody needs it: once one rank has left, no call of all
+        ranks can succeed.
+        """
+        if self.close(How.FAILED if self._departures.failed else how, self._leave):
+            self._side.interrupt()
+
+    def _leave(self, how: How) -> None:
+        # read on until the connection breaks: the rank before this one may wait until its BROKEN is read
+        self.told = True
+        if self.lost is None:
+            self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))
+
+    def serve_on(self, failed: bool) -> None:
+        """Wait for no rank: there is nothing to serve."""
+
+    def _end(self) -> None:
+        self.drop()
+        process_exit.running.discard(self)

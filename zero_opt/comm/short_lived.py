@@ -36,7 +36,7 @@ _TRY_AGAIN_S, _TRY_AGAIN_PART = 2.0, 0.25
 
 
 class NamedCallsWatch(Watch):
-    """A watch of calls that messages name by themselves, since they belong to no step of all ranks."""
+    """A watch of calls outside of steps: messages name the call in place of a step."""
 
     @property
     def where(self) -> str:

@@ -47,6 +47,14 @@ def broken_among(group: dist.ProcessGroup, ranks: Iterable[int]) -> Iterator[tup
             yield rank, first_line(error)
 
 
+def break_connections(group: dist.ProcessGroup, ranks: Iterable[int]) -> None:
+    """End a gloo group's connections, by a wait that times out; see :meth:`Group.interrupt`."""
+    for rank in ranks:
+        with contextlib.suppress(PeerLost, RuntimeError):
+            empty = torch.empty(1, dtype=torch.float32, device="cpu")
+            Transfer(f"rank {rank}", group.recv, [empty], rank, NEVER_SENT).wait(0.001)
+
+
 class Transfer:
     """Something under way between ranks. PeerLost is raised in place of a backend's error about a rank."""
 

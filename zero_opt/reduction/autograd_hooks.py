@@ -90,7 +90,7 @@ class ArrivalHooks:
         self.close()
 
 
-class Taking(NamedTuple):
+class NativeRound(NamedTuple):
     """What the hook of a usual gradient reads and changes; see [Note: the usual gradient].
 
     ``task`` is the pass whose gradients the round under way takes, ``rounds`` the number of that round. The others are
@@ -108,19 +108,20 @@ class Taking(NamedTuple):
     local: set[int]
 
 
-class TakingHooks(ArrivalHooks):
+class NativeHooks(ArrivalHooks):
     """Hooks of an :class:`OverlappedReduction`, most of whose gradients the extension takes.
 
     [Note: the usual gradient]
     The hook is a function of the extension, native/bindings/bind_arrivals.cpp. A usual gradient is not the first one of
     a backward, nor the last of its bucket, nor added to one before; it is no view, and lies in host memory. The
-    extension does with it what ``_arrived`` would do, by what the reduction has put in ``_taking``. That is None while
-    ``_arrived`` runs, on whatever thread, or a round is opened, and from the end of the round on. All other gradients
-    are left to ``_arrived``.
+    extension does with it what ``_arrived`` would do, by what the reduction has put in ``_native_round``. That is None
+    while ``_arrived`` runs, on whatever thread, or a round is opened, and from the end of the round on. All other
+    gradients are left to ``_arrived``.
 
-    The function notes that a gradient has come before it calls Python. So no hook is registered before it, but where
-    another one is, which may raise an exception. Where the user's code may run when ``p.grad`` is read or set, in a
-    subclass of Parameter or a mode, all gradients are left to Python.
+    The function notes that a gradient has come before it calls Python, so it needs no other hook before it. Two kinds
+    of parameters keep the hooks of :class:`ArrivalHooks`, and all their gradients go through Python: those that already
+    have hooks, one of which may raise, and those of a subclass of Parameter, whose code may run when ``p.grad`` is read
+    or set. In a torch function mode, the function leaves every gradient to Python.
     """
 
     def _registered(self, index: int, param: Any) -> list[Any]:

@@ -37,7 +37,7 @@ from ..system.background_thread import CallingThread
 from ..system.devices import HOST, is_host
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
-from .autograd_hooks import ArrivalHooks, BackwardPasses, Taking, TakingHooks, ended_in_exception, graph_task
+from .autograd_hooks import ArrivalHooks, BackwardPasses, NativeHooks, NativeRound, ended_in_exception, graph_task
 from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sparse, taken_over
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlaces
@@ -56,7 +56,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     """
 
     _after_exception = "call zero_grad() on every rank and repeat it"
-    _hooks_type: type[ArrivalHooks] = TakingHooks
+    _hooks_type: type[ArrivalHooks] = NativeHooks
 
     def __init__(self, parts: ReductionParts) -> None:
         super().__init__(parts)
@@ -64,8 +64,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._passes = BackwardPasses(self._hooks)
         self._squares: list[ShardSquares] = []
         self._matching, self._lock = RoundMatching(parts), threading.RLock()
-        self._sync, self._places = True, GradPlaces()
-        self._owned: set[int] = set()
+        self._sync, self._places, self._owned = True, GradPlaces(), set[int]()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
         self._launch_order, self._active = list[int](), list[int]()
@@ -79,7 +78,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         """Begin to count rounds, after the ranks have agreed on those before, or those are void."""
         self._fills: dict[int, Fill] = {}
         self._task: int | None = None  # whose arrivals belong to the round under way
-        self._taking: Taking | None = None  # None too while _arrived() runs; see [Note: the usual gradient]
+        self._native_round: NativeRound | None = None  # None too while _arrived() runs; see [Note: the usual gradient]
         self._rounds, self._next = 0, 0
         self._withdrawn: set[int] = set()  # dropped or zeroed while their bucket was still to be launched in this round
         self._sums.forget_rounds()
@@ -88,7 +87,7 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def _forget_backwards(self) -> None:
         """Begin an epoch: no backward has delivered anything to it."""
-        self._taking = None
+        self._native_round = None
         self._delivered: set[int] = set()  # but for those of the last round
         self._in_round: set[int] = set()  # delivered in it
         self._synced: set[bool] = set()  # of the backwards in this epoch
@@ -129,16 +128,16 @@ class OverlappedReduction(GradReduction, GradOwner):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients stay local and full-size, to be reduced with the next backward outside the context."""
-        before, self._sync, self._task, self._taking = self._sync, False, None, None
+        before, self._sync, self._task, self._native_round = self._sync, False, None, None
         try:
             yield
         finally:
-            self._sync, self._task, self._taking = before, None, None
+            self._sync, self._task, self._native_round = before, None, None
 
     def _arrived(self, index: int) -> None:
-        """Hook: autograd has accumulated into a parameter's grad. Never waits; autograd has a thread per device."""
+        """Hook: autograd, with a thread per device, has accumulated into a grad. Never waits for another rank."""
         with self._lock:
-            self._taking, task = None, graph_task()
+            self._native_round, task = None, graph_task()
             if task != self._task:
                 begins = self._passes.note_arrival()
                 self._synced.add(self._sync)
@@ -153,8 +152,10 @@ class OverlappedReduction(GradReduction, GradOwner):
                 self._open_round()
             self._take(index)
             if self._task == task:  # else a signal's handler, or a finalizer, has ended the round
-                gradients, sums = (self._in_round, self._shown, self._places, self._fills), (self._sums, self._rounds)
-                self._taking = Taking(task, *gradients, *sums, self._withdrawn, self._local)
+                in_round, shown, local = self._in_round, self._shown, self._local
+                self._native_round = NativeRound(
+                    task, in_round, shown, self._places, self._fills, self._sums, self._rounds, self._withdrawn, local
+                )
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
@@ -224,7 +225,7 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def _open_round(self) -> None:
         """Launch what is left of the round before, and begin one; see [Note: rounds and windows]."""
-        self._taking = None
+        self._native_round = None
         self._launch_all()
         self._submit_deferred()
         partition = self._partition

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ..comm import process_exit
 from ..comm.peer_watch import Watch
-from ..comm.ring import FOR_EVER_S, OPEN, RingMessage, words_of
+from ..comm.ring import ASKED, FOR_EVER_S, RingMessage, words_of
 from ..comm.side_group import SideGroup
 from ..comm.transfers import TransferQueue
 from ..comm.waits_beside import outcome, submitted
 from ..errors import PeerLost, error_of_rank
 from ..system.background_thread import SerialThread
 from ..system.interrupts import uninterrupted
-from . import process_exit
 from .entries import Places, message_for
 from .guard import Verdict
 from .messages import (
@@ -91,7 +91,7 @@ class Questions:
         pull.waiting.update(self._others)
         if pull.left.done():  # before it began
             return []
-        self._pass_on(words_of(*RingMessage(OPEN, self._side.rank, pull.number, changes)))
+        self._pass_on(words_of(*RingMessage(ASKED, self._side.rank, pull.number, changes)))
         listings = {rank: self._answer_of(rank, pull) for rank in self._others}  # the first late one holds the question
         return [listings.get(rank) for rank in range(self._side.world_size)]
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import process_exit
 from ..comm.backend_errors import backend_words
 from ..comm.departures import Departure, How
 from ..comm.groups import bytes_tensor, tensor_bytes
@@ -45,7 +46,6 @@ from ..errors import OptimizerClosed, PeerLost, StateNotConsolidated, name_and_t
 from ..system.devices import thread_device
 from ..system.failures import on_failure
 from ..system.log import log
-from . import process_exit
 from .asking import Questions
 from .consolidate import FrozenState, IncomingState, LocalState
 from .entries import listed, listing, message_to_send, packets
@@ -82,7 +82,7 @@ class StateService:
         self._side, self._guard, self._watch, self._departures = side, guard, watch, watch.departures
         self._capture: Callable[[], LocalState] | None = capture
         self._final: tuple[_State | None, bytes] | None = None
-        self._ring = Ring(side, watch, process_exit.threads)
+        self._ring = Ring(side, watch)
         self._in_order, self._asking = False, NoReentry("inside state_dict(), on the same thread")
         self._direct = DirectMessages(side, self._departures)
         self._questions = Questions(side, self._direct, watch, self._ring.pass_on)
@@ -246,7 +246,7 @@ class StateService:
                 or has not come as far in time. StateDictError, StorageFailed: state of one cannot be sent or read, or
                 is not all there. StepFailed: this step failed on one. StateNotConsolidated: closed, or in a fork.
         """
-        if self._ring.closed.done() or self._side.inherited:
+        if self._ring.closed or self._side.inherited:
             raise StateNotConsolidated(
                 "this optimizer was closed (as an exit does), or made in the process that this one is forked from, and "
                 "holds only its shard of the optimizer state; call opt.state_dict() before"
@@ -284,31 +284,21 @@ class StateService:
 
     def close(self) -> None:
         """Serve the state as it is from now on, until all ranks have closed. Does not wait for that."""
-        self._close(How.CLOSED, in_order=sys.exc_info()[0] is None)
+        self._ring.close(How.CLOSED, partial(self._leave, in_order=sys.exc_info()[0] is None))
 
     def abandon(self, how: How) -> None:
         """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves: FAILED if it lost a rank."""
-        self._close(How.FAILED if self._departures.failed else how, in_order=False)
+        self._ring.close(How.FAILED if self._departures.failed else how, partial(self._leave, in_order=False))
 
-    def _close(self, how: How, in_order: bool) -> None:
-        if self._side.inherited:  # where nothing runs, and locks may be held forever
-            self._side.close()
-            return
-        ring = self._ring
-        with ring.lock:
-            if ring.closed.done():
-                return
-            self._in_order = in_order
-            ring.closed.set_result(None)
-            steps = self._guard.completed
-            self._guard.finish()
-            self._freeze()
-            say = ring.tell if self._departures.failed else self._departures.say  # the store may be lost, too
-            say(Departure(self._side.rank, how, steps, self._departures.calls))
-            self._expires = time.monotonic() + self._side.timeout_s
-            self._jobs.put((lambda: None) if ring.open else self._end_ring)
-        if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
-            self._departures.end()
+    def _leave(self, how: How, in_order: bool) -> None:
+        """Say how this rank leaves, and let the threads serve the state as it is."""
+        self._in_order, ring, steps = in_order, self._ring, self._guard.completed
+        self._guard.finish()
+        self._freeze()
+        say = ring.tell if self._departures.failed else self._departures.say  # the store may be lost, too
+        say(Departure(self._side.rank, how, steps, self._departures.calls))
+        self._expires = time.monotonic() + self._side.timeout_s
+        self._jobs.put((lambda: None) if ring.open else self._end_ring)
 
     def _freeze(self) -> None:
         """Keep what serving needs of the state, and no reference to the optimizer or the model."""

@@ -22,9 +22,8 @@ import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import lost_in, make_stepped, service_of, take_step
-from zero_opt.comm import process_identity
+from zero_opt.comm import process_exit, process_identity
 from zero_opt.comm.departures import Departures
-from zero_opt.state import process_exit
 from zero_opt.system.waiting import until
 
 WAYS = {

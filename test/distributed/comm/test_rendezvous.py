@@ -25,11 +25,10 @@ from torch import Tensor
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import assert_bitwise, run_processes
-from zero_opt.comm import meeting_places, process_identity, rendezvous, store
+from zero_opt.comm import meeting_places, process_exit, process_identity, rendezvous, store
 from zero_opt.comm.connecting import Connecting, _Addresses
 from zero_opt.comm.groups import Group
 from zero_opt.comm.process_identity import ProcessIdentity
-from zero_opt.state import process_exit
 
 MOST_SECONDS = 60
 

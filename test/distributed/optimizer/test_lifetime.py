@@ -203,7 +203,7 @@ def test_optimizers_end_while_children_have_their_connections(closes: bool) -> N
 _SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist, zero_opt
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit
 from zero_opt.system import background_thread
 from test.support.scenario import BUCKET_MB
 background_thread._PATIENCE_S = {patience}

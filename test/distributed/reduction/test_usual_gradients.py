@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.rank_processes import run_processes
 from zero_opt.reduction import autograd_hooks
 
@@ -22,8 +22,8 @@ class Odd(nn.Parameter):
     """A parameter of a class of the user's."""
 
 
-def _model(seed: int) -> list[nn.Parameter]:
-    torch.manual_seed(seed)
+def _model() -> list[nn.Parameter]:
+    torch.manual_seed(0)
     return [(Odd if at == 3 else nn.Parameter)(torch.randn(NUMEL)) for at in range(PARAMS)]
 
 
@@ -57,7 +57,7 @@ def _zeroed_between(params: list[nn.Parameter], rank: int, optimizer: zero_opt.S
 
 
 def _zeroed_within(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
-    """Drop a gradient in the backward that has brought it; it is brought again in the same one."""
+    """Drop a gradient within a backward; the next backward of the step brings it again."""
     first, last = params[0], params[PARAMS - 1]
 
     def drop(_: Tensor) -> None:
@@ -87,7 +87,7 @@ def _in_threads(params: list[nn.Parameter], rank: int, optimizer: zero_opt.Shard
     for _ in range(2):
         thread = threading.Thread(target=lambda: _loss(params, rank).backward())
         thread.start()
-        thread.join(600)
+        thread.join(PATIENCE_S)
 
 
 def _in_inference_mode(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
@@ -112,7 +112,7 @@ WAYS: list[Backwards] = [
 
 
 def _trained(rank: int, world_size: int, backwards: Backwards, native: bool) -> list[Tensor]:
-    params = _model(0)
+    params = _model()
     reduction = zero_opt.Overlapped(bucket_mb=5 * NUMEL * 4 / 2**20)
     with mock.patch.object(autograd_hooks, "native_available", return_value=native):
         optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, reduction=reduction)
@@ -132,41 +132,36 @@ def test_bits_are_those_of_hooks_of_python(backwards: Backwards) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def _python_calls(rank: int, world_size: int, reduction: zero_opt.ReductionPolicy, hooked: bool) -> list[int]:
+def _python_calls(rank: int, world_size: int, hooked: bool) -> list[int]:
     """Return per backward how many gradients went through Python."""
-    params, calls, found = [nn.Parameter(torch.randn(NUMEL)) for _ in range(PARAMS)], list[str](), []
+    params, found = [nn.Parameter(torch.randn(NUMEL)) for _ in range(PARAMS)], []
     for param in params if hooked else ():
         param.register_post_accumulate_grad_hook(lambda _: None)
-    with mock.patch.object(autograd_hooks, "_announce", partial(_noted, calls, autograd_hooks._announce)):
-        optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, reduction=reduction)
+    with mock.patch.object(autograd_hooks, "_announce", wraps=autograd_hooks._announce) as announce:
+        optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
         for _ in range(4):
-            calls.clear()
+            announce.reset_mock()
             _loss(params, rank).backward()
-            found.append(len(calls))
+            found.append(announce.call_count)
             optimizer.step()
             optimizer.zero_grad()
     optimizer.close()
     return found
 
 
-def _noted(calls: list[str], announce: Callable[..., None], *args: object) -> None:
-    calls.append("")
-    announce(*args)
-
-
 def test_python_sees_the_first_and_the_last_gradient_of_a_bucket() -> None:
-    for calls in run_processes(2, _python_calls, zero_opt.Overlapped(), False):
+    for calls in run_processes(2, _python_calls, False):
         assert calls[1:] == [2, 2, 2]
 
 
 def test_python_sees_all_gradients_of_parameters_with_earlier_hooks() -> None:
-    for calls in run_processes(2, _python_calls, zero_opt.Overlapped(), True):
+    for calls in run_processes(2, _python_calls, True):
         assert calls[1:] == [PARAMS] * 3
 
 
 def _after_exception(rank: int, world_size: int, register_first: bool) -> str:
     """A hook of the user's raises; what step() says."""
-    params = _model(0)
+    params = _model()
 
     def fail(_: Tensor) -> None:
         raise RuntimeError("of the user's")
@@ -199,7 +194,7 @@ def test_a_backward_that_a_hook_has_ended_is_not_stepped(register_first: bool) -
 
 
 def _freed(rank: int, world_size: int) -> int:
-    params = _model(0)
+    params = _model()
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW)
     _loss(params, rank).backward()
     optimizer.step()

@@ -19,8 +19,7 @@ import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.comm import process_identity
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit, process_identity
 from zero_opt.system.waiting import until
 
 CONSOLIDATE = r"the ranks' connections for state_dict\(\) have broken .*call opt\.consolidate_state_dict"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.harness import Failure, run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit
 from zero_opt.system import background_thread
 
 SECONDS = 300  # nothing hangs

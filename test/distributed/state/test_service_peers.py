@@ -21,7 +21,8 @@ from torch import nn
 import zero_opt
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
-from zero_opt.state import messages, process_exit
+from zero_opt.comm import process_exit
+from zero_opt.state import messages
 
 
 def _others_gone(rank: int, world_size: int, how: str) -> Any:

@@ -2,17 +2,17 @@
 
 [Note: beside FSDP's collectives]
 A call of one rank alone would meet, in the mesh's process groups, the collectives of the other ranks' forward; where
-sizes differ, gloo aborts the process. So where a mesh has gloo, each optimizer has connections of its own, and
-[Note: the ring]. A rank that leaves training breaks those of the mesh's groups too, so that no rank waits for it in
-FSDP's collectives.
+sizes differ, gloo aborts the process. So where a mesh has gloo, each optimizer has connections of its own, and a ring
+over them ([Note: the ring]). A rank that leaves training breaks those of the mesh's groups too, so that no rank waits
+for it in FSDP's collectives.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,17 +26,15 @@ from ...comm.connecting import Connecting, made_by_all
 from ...comm.departures import How, rank_name
 from ...comm.groups import INLINE_BYTES, Group
 from ...comm.keepalive import HostLimits
+from ...comm.parent import Parent, broken_connections, others_in, parent_of
 from ...comm.rendezvous import Patience
-from ...comm.ring import Ring
+from ...comm.ring import UnservedRing
 from ...comm.short_lived import NamedCallsWatch
 from ...comm.side_group import SideGroup
-from ...comm.transfers import NEVER_SENT, Transfer, peer_lost
-from ...comm.user_connections import Parent, broken_connections, parent_of
-from ...comm.waits_beside import Broken
+from ...comm.transfers import break_connections, peer_lost
 from ...errors import PeerLost
 from ...field_checks import waited_for
 from ...policies import Checks
-from ...state import process_exit
 from ...system.devices import HOST
 from ...system.failures import on_failure
 from ...system.future import Future
@@ -75,7 +73,7 @@ class MeshGroup(Group):
 
     watch: _MeshWatch | None = None
     _pg: dist.ProcessGroup | None = None
-    _ring: Ring | None = None
+    _ring: UnservedRing | None = None
 
     def __init__(self, mesh: Any, checks: Checks) -> None:
         self._device_mesh, self._checks = mesh, checks
@@ -84,8 +82,8 @@ class MeshGroup(Group):
         self.inline_bytes, self.backend = INLINE_BYTES, "mesh"
         self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         groups = _groups_of(mesh)
-        self._by_messages = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
-        self._pid, self.broken, self._mesh_broken = os.getpid(), Broken(), Broken()
+        self._connects = bool(groups) and all("cpu:gloo" in str(dist.get_backend_config(pg)) for pg in groups)
+        self._pid, self._mesh_broken = os.getpid(), threading.Lock()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank.
@@ -103,16 +101,17 @@ class MeshGroup(Group):
         return [by_rank[rank] for rank in self.ranks]
 
     def all_gather_bytes(self, payload: bytes, call: str = "", called: str = "") -> list[bytes]:
-        if self.watch is not None or not self._by_messages:
+        if self.watch is not None or not self._connects:
             return super().all_gather_bytes(payload, call, called)
         watch = self._connect(called or call)
         told = super().all_gather_bytes(payload, call, called)
-        watch.posted.begin_ring()  # as all ranks are in it
+        watch.posted.begin_ring()  # every rank listens to its ring by now
         return told
 
     @property
     def calls(self) -> int:
-        return 0 if self.watch is None else 1 + super().calls  # there was none for the first one
+        # connecting counts: the other ranks are in the call from then on
+        return 0 if self.watch is None else 1 + super().calls
 
     @property
     def call(self) -> str:
@@ -170,22 +169,22 @@ class MeshGroup(Group):
         timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
         limits, must = HostLimits(timeout_s=timeout_s), "construct it" if call == _CONSTRUCTION else "make that call"
         times = waited_for(parent.timeout_s), timeout_s, self._checks.hang_timeout
-        with on_failure(self._forget), ExitStack() as last_first:
-            last_first.callback(limits.lift)
-            connecting = Connecting(parent, 2, Patience(*times, limits, call, must, _MeshWatch))
-            with made_by_all(connecting) as made:
-                limits.hold()  # on the mesh's connections until the ring notices a host that is silent
-                super().__init__(parent, timeout, "mesh", connecting)
-                made.append(self)
-                side = SideGroup(parent, timeout, "ring", connecting)
-                limits.keep()
-                made.append(side)
-                assert isinstance(connecting.watch, _MeshWatch), "what patience makes"
-                self.watch = side.beside = watch = connecting.watch
-                watch.departures.leave, watch.departures.end = self.interrupt, self.disconnect
-                self._ring = ring = Ring(side, watch, process_exit.threads)
-                process_exit.add(ring)
-                ring.begin(partial(_ring_is_over, ring))
+        with on_failure(self._forget):
+            try:
+                connecting = Connecting(parent, 2, Patience(*times, limits, call, must, _MeshWatch))
+                with made_by_all(connecting) as made:
+                    limits.hold()  # on the mesh's connections until the ring notices a host that is silent
+                    super().__init__(parent, timeout, "mesh", connecting)
+                    made.append(self)
+                    side = SideGroup(parent, timeout, "ring", connecting)
+                    limits.keep()
+                    made.append(side)
+                    assert isinstance(connecting.watch, _MeshWatch), "what patience makes"
+                    self.watch = side.beside = watch = connecting.watch
+                    watch.departures.leave, watch.departures.end = self.interrupt, self.disconnect
+                    self._ring = UnservedRing(side, watch)
+            finally:
+                limits.lift()
         _connected.add(self)
         return watch
 
@@ -193,13 +192,13 @@ class MeshGroup(Group):
         """Let the next call connect."""
         self.watch = self._ring = None
 
-    def _over(self) -> Iterable[object]:
-        """Yield what stands for the mesh's process groups, once there are connections."""
-        return () if self._parent is None else (reference for reference, _ in self._parent.groups)
+    def _user_groups(self) -> Iterable[dist.ProcessGroup]:
+        """Yield the mesh's process groups that are not destroyed, once there are connections."""
+        return () if self._parent is None else (pg for pg, _ in self._parent.alive())
 
     def interrupt(self) -> None:
         super().interrupt()
-        if self._parent is not None and os.getpid() == self._pid and self._mesh_broken.begin():
+        if self._parent is not None and os.getpid() == self._pid and self._mesh_broken.acquire(blocking=False):
             self.courtesies.do(partial(_disconnect, self._parent))
 
     def close(self) -> None:
@@ -211,15 +210,13 @@ class MeshGroup(Group):
         super().close()
 
 
-def _ring_is_over(ring: Ring) -> None:
-    ring.drop()
-    process_exit.running.discard(ring)
+def sharing_a_process_group(groups: Collection[MeshGroup]) -> list[MeshGroup]:
+    """Return this process's connected groups whose mesh has a process group in common with one of these.
 
-
-def over_the_same(groups: Iterable[MeshGroup]) -> list[MeshGroup]:
-    """Return the connected groups of this process over ranks that any of these connects too."""
-    mine = {reference for group in groups for reference in group._over()}
-    return [group for group in [*_connected] if not mine.isdisjoint(group._over())]
+    Their connections break together. Of these themselves all that are connected are among them.
+    """
+    mine = {pg for group in groups for pg in group._user_groups()}
+    return [group for group in [*_connected] if group in groups or not mine.isdisjoint(group._user_groups())]
 
 
 def _groups_of(mesh: Any) -> list[Any]:
@@ -246,11 +243,12 @@ def _order_of_arrival(mesh: Any) -> list[int]:
 
 def _parent_of(mesh: Any, ranks: Sequence[int]) -> Parent:
     """Return the ranks of a mesh, given in ascending order, as a parent of groups."""
-    parents = [parent_of(pg) for pg in _groups_of(mesh)]
+    pgs = _groups_of(mesh)
+    parents = [parent_of(pg) for pg in pgs]
     if len(parents) == 1:
         return parents[0]
     name = f"a mesh of {' x '.join(map(str, mesh.shape))} ranks"
-    groups = [(group, [ranks.index(rank) for rank in each.ranks]) for each in parents for group, _ in each.groups]
+    groups = [(weakref.ref(pg), [*map(ranks.index, each.ranks)]) for pg, each in zip(pgs, parents, strict=True)]
     timeout_s = min(each.timeout_s for each in parents)
     return Parent(name, (*ranks,), ranks.index(dist.get_rank()), parents[0].backends, timeout_s, groups)
 
@@ -260,7 +258,5 @@ def _disconnect(parent: Parent) -> None:
 
     FSDP's collectives end with it, as they do when a wait of gloo's times out.
     """
-    for pg in filter(None, (reference() for reference, _ in parent.groups)):
-        for rank in (rank for rank in range(pg.size()) if rank != pg.rank()):
-            with suppress(RuntimeError):  # PeerLost is one
-                Transfer("", pg.recv, [torch.empty(1, dtype=torch.float32, device="cpu")], rank, NEVER_SENT).wait(0.001)
+    for pg, _ in parent.alive():
+        break_connections(pg, others_in(pg))

@@ -56,7 +56,7 @@ from .local_parts import (
     state_of_param,
     travels,
 )
-from .mesh_group import ANY, MeshGroup, Result, over_the_same
+from .mesh_group import ANY, MeshGroup, Result, sharing_a_process_group
 
 # Of a rank's gradients: the sum of squares, the first parameter that is not finite, the norm to clip to, and whether
 # the rank has parameters of several meshes, or of none.
@@ -64,7 +64,7 @@ _ROW = struct.Struct("<ddd?")
 _NORM = struct.Struct("<d")
 # How far, relative to the norm, replicas' gradients may be apart: they are made by kernels that may round otherwise.
 _ROUNDING = 1e-4
-# Seconds that the groups have to close of an optimizer that nobody holds any more.
+# Seconds that the groups of an optimizer have to close once nothing refers to it.
 _GROUPS_END_S = 1.0
 
 
@@ -125,7 +125,7 @@ class MeshParams:
             group.in_step(step)
 
     def close(self) -> None:
-        """Close the groups: this rank makes no more calls over the meshes."""
+        """Close the groups; parameters that are added later get new ones."""
         _close_all(self._groups)
 
     @contextmanager
@@ -146,7 +146,7 @@ class MeshParams:
             groups = [*self._groups.values()]
             calls = [group.call for group in groups if group.calls > sent.get(group, 0)]
             told = isinstance(error, ZeroOptError) or any(id(error) == group.told for group in groups)
-            for group in over_the_same(groups) if calls and not told and not failed_here(error) else ():
+            for group in sharing_a_process_group(groups) if calls and not told and not failed_here(error) else ():
                 group.leave_interrupted(error, calls[0])
             raise
 

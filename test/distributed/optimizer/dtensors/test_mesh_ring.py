@@ -21,10 +21,9 @@ from test.support.descriptors import open_files
 from test.support.failures import PATIENCE_S
 from test.support.fsdp_models import backward, mesh_of, sharded_net, sharded_optimizer
 from test.support.harness import run_processes
-from zero_opt.comm import process_identity, ring, waits_beside
+from zero_opt.comm import process_exit, process_identity, ring, waits_beside
 from zero_opt.errors import OptimizerClosed, PeerLost, ProcessGroupError
 from zero_opt.optimizer.dtensors import mesh_params
-from zero_opt.state import process_exit
 from zero_opt.system.waiting import until
 
 # The host of each rank.
@@ -223,7 +222,7 @@ def _forked(rank: int, world_size: int) -> float:
     dist.barrier()
     child = os.fork()
     if child == 0:
-        signal.alarm(100)  # should it hang, nobody else would end it
+        signal.alarm(int(PATIENCE_S))  # should it hang, nobody else would end it
         refused = 0
         try:
             optimizer.clip_grad_norm_(1.0)
@@ -261,7 +260,7 @@ def test_a_construction_that_is_refused_leaves_no_ring() -> None:
 
 
 def _dropped_in_turn(rank: int, world_size: int) -> None:
-    """Both ranks leave at about the same time, and neither has a limit of its own on how long it takes."""
+    """Both ranks leave at about the same time. One that waits for a limit outlasts the harness's, and so fails."""
     net = sharded_net(mesh_of((2,)))
     forever = 2 * PATIENCE_S
     limits = (ring, "FAREWELL_S"), (mesh_params, "_GROUPS_END_S"), (waits_beside, "_COURTESY_S")

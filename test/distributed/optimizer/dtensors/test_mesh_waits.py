@@ -102,7 +102,7 @@ def _sockets() -> dict[int, tuple[Any, Any]]:
 
 
 def _reset(fd: int) -> None:
-    """End a connection as a network does that drops packets, for both sides: not as a process that ends."""
+    """Reset a connection: both sides see a network error, and not the end of a process."""
     unspecified = struct.pack("=H14x", socket.AF_UNSPEC)  # to connect there is to disconnect
     assert ctypes.CDLL(None, use_errno=True).connect(fd, unspecified, len(unspecified)) == 0
 
@@ -178,9 +178,12 @@ def _dropped(rank: int, world_size: int) -> tuple[bool, list[str]]:
     (group,) = map(weakref.ref, optimizer._engine._mesh._groups.values())  # type: ignore[attr-defined]
     dist.barrier()
     del optimizer
-    gc.collect()
-    until(lambda: gc.collect() >= 0 and group() is None and not _own_threads(), PATIENCE_S)
-    return group() is None, _own_threads()
+
+    def freed() -> bool:
+        gc.collect()
+        return group() is None and not _own_threads()
+
+    return until(freed, PATIENCE_S), _own_threads()
 
 
 def _own_threads() -> list[str]:

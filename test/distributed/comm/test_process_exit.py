@@ -17,7 +17,7 @@ import torch
 LAUNCHER = """
 import atexit, gc, json, os, signal, sys, threading, time
 import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp, zero_opt
-from zero_opt.state import process_exit
+from zero_opt.comm import process_exit
 
 def train(rank, folder):
     torch.set_num_threads(1)

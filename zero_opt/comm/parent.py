@@ -1,6 +1,7 @@
 """The user's ranks that groups of our own are made for, and which connections of the user's groups have ended.
 
-A rank that leaves training breaks its connections for that. Those of the user's groups end with its process.
+A rank that leaves training breaks its connections for training. Those of the user's process group end only with its
+process; :class:`MeshGroup` breaks those of a mesh too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Parent:
     timeout_s: float
     groups: Sequence[tuple[weakref.ref[dist.ProcessGroup], Sequence[int]]]
 
+    def alive(self) -> Iterator[tuple[dist.ProcessGroup, Sequence[int]]]:
+        """Yield those of :attr:`groups` that are not destroyed."""
+        return ((group, numbers) for reference, numbers in self.groups if (group := reference()) is not None)
+
 
 def parent_of(given: dist.ProcessGroup | Parent) -> Parent:
     """Return the ranks of a process group as a parent; a parent as it is."""
@@ -46,22 +51,25 @@ def parent_of(given: dist.ProcessGroup | Parent) -> Parent:
     return Parent(given.group_name, ranks, dist.get_rank(given), backends, group_timeout_s(given), groups)
 
 
+def others_in(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a process group but this one, as it numbers them."""
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
 def broken_connections(parent: Parent) -> Iterator[tuple[int, str]]:
     """Yield the numbers of the ranks to which the user's groups have no connection any more, and gloo's words.
 
     The connections of a group are not known if it is another backend's, or connects on first use.
     """
-    for reference, numbers in parent.groups:
-        group = reference()  # not kept, as a group does not keep it
-        if group is None or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
-            continue
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
+        return
+    for group, numbers in parent.alive():
         try:
             backend = group._get_backend(HOST)
         except RuntimeError:  # it carries accelerator tensors alone
             continue
         if type(backend).__name__ == "ProcessGroupGloo":
-            others = (rank for rank in range(group.size()) if rank != group.rank())
-            yield from ((numbers[rank], words) for rank, words in broken_among(group, others))
+            yield from ((numbers[rank], words) for rank, words in broken_among(group, others_in(group)))
 
 
 def ranks_gone(parent: Parent) -> list[int]:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..comm.departures import How
-from ..comm.stops import WARN_AFTER_S
 from ..system.future import Future
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from ..system.threads import BackgroundThreads
+from .departures import How
+from .stops import WARN_AFTER_S
 
 # Seconds at most that the process's exit waits for ranks that have not closed.
 _EXIT_S = 1800.0
@@ -32,7 +32,7 @@ _THREADS_END_S = 5.0
 
 
 class Service(Protocol):
-    """What ranks do for each other until they end."""
+    """What a rank runs for the others until its process ends: the state service, or the ring of a mesh."""
 
     def abandon(self, how: How) -> None:
         """Say how this rank leaves, unless the user has closed."""
