@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,9 @@ from .transfers import wait_all
 # An exchange has at most so many messages to a peer, besides the header.
 MOST_MESSAGES = 25
 _HEADER_NUMEL = 3 + MOST_MESSAGES
+# So many headers from a peer are being received at a time. gloo sends only what the other end is ready for, and "ready"
+# would wait behind this rank's own data if it were said when a header is due.
+_HEADERS_AHEAD = 8
 # Exchanges with a peer that have tags of their own, two each: of the header and of the data. All tags have 30 bits.
 TAG_MODULUS = 1 << 29
 
@@ -38,21 +42,28 @@ class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
 
     def __init__(self, messages: PeerMessages, peer: int) -> None:
-        self._messages, self._peer, self._count = messages, peer, 0
-        self._header: Tensor | None = None
+        self._messages, self._peer = messages, peer
+        self._count = self._ahead = 0  # of exchanges whose data is taken, and whose headers are being received
+        self._headers: deque[tuple[Any, Tensor]] = deque()
+        self._next: tuple[Ident, list[int]] | None = None
 
     def _peek(self) -> tuple[Ident, list[int]]:
         """Return the next exchange's ident, and the sizes of its messages in bytes."""
-        if self._header is None:
-            header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-            self._messages.receive_from(header, self._peer, 2 * self._count).wait()
-            self._header = header
-        step, epoch, sequence, *sizes = self._header.tolist()
-        return Ident(step, epoch, sequence), [size for size in sizes if size]
+        if self._next is None:
+            while len(self._headers) < _HEADERS_AHEAD:
+                header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
+                self._headers.append((self._messages.receive_from(header, self._peer, 2 * self._ahead), header))
+                self._ahead = (self._ahead + 1) % TAG_MODULUS
+            work, header = self._headers[0]
+            work.wait()
+            self._headers.popleft()
+            step, epoch, sequence, *sizes = header.tolist()
+            self._next = Ident(step, epoch, sequence), [size for size in sizes if size]
+        return self._next
 
     def take(self, into: Sequence[Tensor]) -> list[Any]:
         """Start receiving the next exchange's messages."""
-        tag, self._header = 2 * self._count + 1, None
+        tag, self._next = 2 * self._count + 1, None
         self._count = (self._count + 1) % TAG_MODULUS
         return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_opt.comm import pairwise_exchange
+from zero_opt.comm import headed_messages, pairwise_exchange
 from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool, run_spans_within
 from zero_opt.comm.headed_messages import MOST_MESSAGES
 from zero_opt.comm.pairwise_exchange import PairwiseExchange, Stretch, plan_messages
@@ -67,6 +67,17 @@ def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
     assert cut == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]
 
 
+class Received:
+    """What rank 0 of two receives."""
+
+    def __init__(self, tensor: Tensor, sent: dict[int, Tensor], tag: int) -> None:
+        self._tensor, self._sent, self._tag = tensor, sent, tag
+
+    def wait(self) -> None:
+        """The other rank sends the same as this one."""
+        self._tensor.copy_(self._sent[self._tag])
+
+
 class Recorded:
     """The messages of rank 0 of two with a rank that sends the same, in the order in which they are started."""
 
@@ -74,27 +85,37 @@ class Recorded:
 
     def __init__(self) -> None:
         self.started: list[str] = []
-        self._headers: list[Tensor] = []
+        self._sent: dict[int, Tensor] = {}
 
     def send_to(self, tensor: Tensor, dst: int, tag: int) -> Recorded:
-        self.started.append("send data" if tag % 2 else "send header")
-        if tag % 2 == 0:
-            self._headers.append(tensor)
+        self._sent[tag] = tensor.clone()
+        self._start("send", tag)
         return self
 
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Recorded:
-        self.started.append("receive data" if tag % 2 else "receive header")
-        tensor.zero_() if tag % 2 else tensor.copy_(self._headers.pop())
-        return self
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> Received:
+        self._start("receive", tag)
+        return Received(tensor, self._sent, tag)
+
+    def _start(self, what: str, tag: int) -> None:
+        number, of_data = divmod(tag, 2)
+        self.started.append(f"{what} {'data' if of_data else 'header'} {number}")
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """What is sent is not under way."""
 
 
-def test_data_is_sent_once_this_rank_is_ready_to_receive_the_peers() -> None:
-    messages, pool = Recorded(), StagingPool()
-    exchange = PairwiseExchange(messages, messages, pool)
-    reduction = BucketReduction(Ident(0, 0, 0), [Run(0, 8, torch.ones(8))], [0, 4, 8], torch.zeros(4))
-    assert exchange.reduce_runs(reduction)
-    assert messages.started == ["send header", "receive header", "receive data", "send data"]
-    assert reduction.out.tolist() == [0.5] * 4
+def test_this_rank_is_ready_to_receive_before_it_sends_data() -> None:
+    """Of an exchange the peer's data, and of later ones the headers, which else wait behind the data."""
+    messages = Recorded()
+    exchange = PairwiseExchange(messages, messages, StagingPool())
+    for sequence in range(2):
+        out = torch.zeros(4)
+        ident, gradients = Ident(0, 0, sequence), Run(0, 8, torch.full((8,), sequence + 1.0))
+        assert exchange.reduce_runs(BucketReduction(ident, [gradients], [0, 4, 8], out))
+        assert out.tolist() == [sequence + 1.0] * 4
+    order = {what: turn for turn, what in enumerate(messages.started)}
+    headers = [order[f"receive header {number}"] for number in range(headed_messages._HEADERS_AHEAD)]
+    assert order["send header 0"] < min(headers)
+    assert max(headers) < order["receive data 0"] < order["send data 0"]
+    assert order["send data 0"] < order["send header 1"] < order["receive data 1"] < order["send data 1"]
+    assert f"receive header {headed_messages._HEADERS_AHEAD}" in order
