@@ -190,22 +190,21 @@ def step_selected(
         used: slices of one bucket with their gradients, 1-D. update: :func:`adam_update_` with the user's options.
     """
     hypers, roles = adam_hypers(group), ("param", *ADAM.roles(group))
-    steps = [found.steps + found.gathered + 1 for found, _ in used]
-    arrays = [
-        {"grad": found.take(grad).float(), **{role: found.selected[role] for role in roles}} for found, grad in used
+    updates: list[dict[str, Any]] = [
+        {"step": found.steps + found.gathered + 1, "grad": found.take(grad).float()}
+        | {role: found.selected[role] for role in roles}
+        for found, grad in used
     ]
-    if arrays[0]["param"].is_cpu:
-        each = zip(steps, arrays, strict=True)
-        updates = [AdamUpdate(name="selected columns", hypers=hypers, step=step, **those) for step, those in each]
-        update(updates, grad_scale=grad_scale)
+    if updates[0]["param"].is_cpu:
+        update([AdamUpdate(name="selected columns", hypers=hypers, **each) for each in updates], grad_scale=grad_scale)
         return
     options = asdict(hypers)
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
-    grads, params, exp_avgs, exp_avg_sqs, *others = ([those[key] for those in arrays] for key in ("grad", *roles))
-    grads = [grad * grad_scale for grad in grads]
-    counts = [torch.full((), step, dtype=torch.float32, device=params[0].device) for step in steps]
+    params, exp_avgs, exp_avg_sqs, *others = ([each[role] for each in updates] for role in roles)
+    grads = [each["grad"] * grad_scale for each in updates]
+    steps = [torch.full((), each["step"], dtype=torch.float32, device=params[0].device) for each in updates]
     largest = others[0] if others else []
-    kernel(params, grads, exp_avgs, exp_avg_sqs, largest, counts, amsgrad=bool(largest), **options)
+    kernel(params, grads, exp_avgs, exp_avg_sqs, largest, steps, amsgrad=bool(largest), **options)
 
 
 def write_selected(slices: Iterable[ColumnSlice]) -> None:
@@ -215,5 +214,4 @@ def write_selected(slices: Iterable[ColumnSlice]) -> None:
         for found in written:
             found.put(found.param_run(0), "param")
             found.flat.store()
-    for found in written:
-        found.follow(0)
+            found.follow(0)
