@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import AdamUpdate
-from ...kernels.adam_state import MOMENTS, follow_param, new_state
+from ...kernels.adam_state import follow_param, new_state
 from ...kernels.functions import ADAM, adam_hypers
 from ...layout import ParamSlice
 from ...policies import AdamState
@@ -21,8 +21,7 @@ from ..interface import ParamState
 from ..masters import FollowedParams
 from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 from ..read_through import MadeState, ReadThrough
-from .columns import column_shape, is_matrix, places_of, trusted_window
-from .schedule import Schedule
+from .columns import Schedule, column_shape, is_matrix, places_of, trusted_window
 
 
 class ColumnSlice(FollowedParams, MadeState):
@@ -61,10 +60,10 @@ class ColumnSlice(FollowedParams, MadeState):
         self.shown.forget()
         self.flat.load()
         if self.to_read(0):
-            if "master" in self.home:
-                require_writable(self.home["master"])
-                follow_param(self.flat_grad(0, self.home["master"]), self.param_run(0))
-            follow_param(self.selected["param"], self.take(self.param_run(0)))
+            run, master = self.param_run(0), self._at_home()["param"]
+            require_writable(master)
+            follow_param(master, run)
+            follow_param(self.selected["param"], self.take(run))
             self.follow(0)
 
     def gather(self, grad: Tensor, grad_scale: float) -> None:
@@ -73,12 +72,9 @@ class ColumnSlice(FollowedParams, MadeState):
         if self.mask.all():
             self.steps += 1
             return
-        term = grad.to(HOST)
-        if grad_scale != 1 or grad.dtype is torch.float64:  # else what is narrower is widened as it is added
-            term = term.float() * grad_scale
-        if not self.waiting.numel():
-            self.waiting = torch.empty_like(term, dtype=torch.float32)
-        (self.waiting.add_ if self.gathered else self.waiting.copy_)(term)
+        term = grad.to(HOST).float()
+        term = term if grad_scale == 1 else term * grad_scale
+        self.waiting = self.waiting.add_(term) if self.gathered else term.clone()
         self.gathered += 1
 
     def take_mean(self) -> Tensor | None:
@@ -102,15 +98,14 @@ class ColumnSlice(FollowedParams, MadeState):
         """Write what is selected of a role into a slice, rounded to its dtype."""
         run.index_copy_(0, self.places.to(run.device), self.selected[role].to(run.device, run.dtype))
 
-    def _arrays_at_home(self) -> dict[str, Tensor]:
-        """What the inner placement has of all columns, as in :attr:`selected`; masters only if it shows them."""
+    def _at_home(self) -> dict[str, Tensor]:
+        """What there is of all columns, as in :attr:`selected`; without a master, the parameter is it."""
         roles = {"param" if key == "master" else key: value for key, value in self.home.items() if key != "step"}
-        return {role: self.flat_grad(0, value) for role, value in roles.items()}
+        return {"param": self.param_run(0)} | {role: self.flat_grad(0, value) for role, value in roles.items()}
 
     def _take_selected(self) -> None:
-        self.places, run = places_of(self.mask, self.pieces[0], self.flat), self.param_run(0)
-        arrays = {"param": run, **self._arrays_at_home()}
-        self.selected = {role: self.take(array).to(run.device, torch.float32) for role, array in arrays.items()}
+        self.places, device = places_of(self.mask, self.pieces[0], self.flat), self.flat.param.device
+        self.selected = {role: self.take(run).to(device, torch.float32) for role, run in self._at_home().items()}
 
     def select(self, mask: Tensor) -> None:
         """Select other columns, and move state there and back; :meth:`begin_step` comes before.
@@ -118,12 +113,11 @@ class ColumnSlice(FollowedParams, MadeState):
         Raises:
             StorageFailed: the inner placement has it in a file that cannot be read or written; nothing was.
         """
-        arrays = self._arrays_at_home()
-        for array in arrays.values():
-            require_readable(array)
-            require_writable(array)
-        for role, array in arrays.items():
-            self.put(array, role)
+        for run in self._at_home().values():
+            require_readable(run)
+            require_writable(run)
+        for role, run in self._at_home().items():
+            self.put(run, role)
         self.mask = mask
         self._take_selected()
 
@@ -196,25 +190,20 @@ def step_selected(
         used: slices of one bucket with their gradients, 1-D. update: :func:`adam_update_` with the user's options.
     """
     hypers, roles = adam_hypers(group), ("param", *ADAM.roles(group))
-    updates = [
-        AdamUpdate(
-            name="selected columns",
-            hypers=hypers,
-            step=found.steps + found.gathered + 1,
-            grad=found.take(grad).float(),
-            **{role: found.selected[role] for role in roles},
-        )
+    updates: list[dict[str, Any]] = [
+        {"step": found.steps + found.gathered + 1, "grad": found.take(grad).float()}
+        | {role: found.selected[role] for role in roles}
         for found, grad in used
     ]
-    if updates[0].param.is_cpu:
-        update(updates, grad_scale=grad_scale)
+    if updates[0]["param"].is_cpu:
+        update([AdamUpdate(name="selected columns", hypers=hypers, **each) for each in updates], grad_scale=grad_scale)
         return
     options = asdict(hypers)
     kernel = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
-    params, exp_avgs, exp_avg_sqs = ([getattr(each, role) for each in updates] for role in ("param", *MOMENTS))
-    largest = [each.max_exp_avg_sq for each in updates if each.max_exp_avg_sq is not None]
-    grads = [each.grad * grad_scale for each in updates]
-    steps = [torch.full((), each.step, dtype=torch.float32, device=each.param.device) for each in updates]
+    params, exp_avgs, exp_avg_sqs, *others = ([each[role] for each in updates] for role in roles)
+    grads = [each["grad"] * grad_scale for each in updates]
+    steps = [torch.full((), each["step"], dtype=torch.float32, device=params[0].device) for each in updates]
+    largest = others[0] if others else []
     kernel(params, grads, exp_avgs, exp_avg_sqs, largest, steps, amsgrad=bool(largest), **options)
 
 
@@ -225,5 +214,4 @@ def write_selected(slices: Iterable[ColumnSlice]) -> None:
         for found in written:
             found.put(found.param_run(0), "param")
             found.flat.store()
-    for found in written:
-        found.follow(0)
+            found.follow(0)

@@ -1,4 +1,4 @@
-"""Columns of a parameter: where they lie in a slice of it, sums of their squares, and what state has of each.
+"""Columns of a parameter: where they lie in a slice of it, when and which are selected, and what state has of each.
 
 Columns are slices along the last dimension. In storage order they recur: a few neighboring elements of one column,
 then of the next, and a row is complete once each has had its turn. A slice of a parameter begins and ends anywhere.
@@ -11,15 +11,18 @@ number of gradients in ``waiting``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...comm.groups import Group
 from ...errors import quoted
 from ...layout import ParamSlice
+from ...policies import Selective
 from ...sharding.flat_param import FlatParam
 from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 
@@ -29,6 +32,10 @@ _SQUARED_NUMEL = 1 << 18
 _DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Steps, those in the window, those since selection (-1: never), those of a window; gradients that wait.
 _LEAST = (0, 0, -1, 0, 0)
+# Of ``update_interval="auto"``.
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
+_MUCH_LEFT, _LITTLE_LEFT = 0.75, 0.5
+NEVER = -1
 
 
 def is_matrix(shape: torch.Size) -> bool:
@@ -50,24 +57,19 @@ def _row(flat: FlatParam) -> tuple[int, int]:
 def places_of(mask: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     """Where in a slice the elements of the columns in a mask lie, ascending, on the parameter's device."""
     (start, stop), (total, inner) = piece.in_param, _row(flat)
-    width = total * inner
-    rows = torch.arange(start // width, -(-stop // width), dtype=torch.int64, device="cpu") * width
-    places = (rows[:, None] + mask.repeat_interleave(inner).nonzero().view(-1)).view(-1) - start
-    return places[(places >= 0) & (places < stop - start)].to(flat.param.device)
+    first = start % (total * inner)
+    rows = mask.repeat_interleave(inner).repeat(-(-(first + stop - start) // (total * inner)))
+    return rows[first : first + stop - start].nonzero().view(-1).to(flat.param.device)
 
 
 def square_sums(run: Tensor, piece: ParamSlice, flat: FlatParam) -> Tensor:
     """Per column of a parameter, the sum of squares of its elements in a slice, fp64, in host memory."""
     total, inner = _row(flat)
     sums = torch.zeros(total, dtype=torch.float64, device=run.device)
-    rows = max(_SQUARED_NUMEL // (total * inner), 1)
-    lead = piece.in_param.start % inner  # every part begins where the slice does, in the same column
-    first = piece.in_param.start // inner % total
-    for part in torch.split(run, rows * total * inner):
-        squares = part.double().square()
-        if inner > 1:
-            squares = pad(squares, (lead, -(lead + part.numel()) % inner)).view(-1, inner).sum(1)
-        sums += pad(squares, (first, -(first + squares.numel()) % total)).view(-1, total).sum(0)
+    first = piece.in_param.start % (total * inner)  # where every part begins in its row
+    for part in torch.split(run, max(_SQUARED_NUMEL // (total * inner), 1) * total * inner):
+        squares = pad(part.double().square(), (first, -(first + part.numel()) % (total * inner)))
+        sums += squares.view(-1, total, inner).sum((0, 2))
     return sums.cpu()
 
 
@@ -126,3 +128,98 @@ def trusted_window(saved: Mapping[str, Any]) -> list[float] | None:
     if not isinstance(counts, Tensor) or not counts.numel() or float(counts.max()) != step:
         return None
     return [float(number) for number in saved[WINDOW].reshape(-1).tolist()]
+
+
+@dataclass
+class Schedule:
+    """Where training is between selections and windows.
+
+    Steps count from the first one in which a matrix has a gradient: until then no state tells where training is.
+
+    Attributes:
+        done: steps. in_window: those of them that the current window has.
+        since_selection: steps since columns were selected, negative if they never were.
+        interval: steps of a window after the warm-up.
+    """
+
+    policy: Selective
+    done: int = 0
+    in_window: int = 0
+    since_selection: int = NEVER
+    interval: int = 0
+
+    def __post_init__(self) -> None:
+        fixed = self.policy.update_interval
+        self.interval = self.interval or _FIRST_INTERVAL if isinstance(fixed, str) else fixed
+
+    @property
+    def selects(self) -> bool:
+        """Whether the next step selects columns: only at the beginning of a window, when nothing waits."""
+        due = self.since_selection < 0 or self.since_selection >= self.policy.select_interval
+        return due and not self.in_window and self.done >= self.policy.warmup_steps
+
+    @property
+    def closes(self) -> bool:
+        """Whether the next step ends its window."""
+        return self.done < self.policy.warmup_steps or self.in_window + 1 >= self.interval
+
+    def selected(self, share_left: float) -> None:
+        """Note that columns are selected, which leaves so much of the gradient's norm to the others."""
+        self.since_selection = 0
+        if self.policy.update_interval == "auto":
+            factor = 0.5 if share_left > _MUCH_LEFT else 2 if share_left < _LITTLE_LEFT else 1
+            self.interval = min(max(int(self.interval * factor), 1), _LONGEST_INTERVAL)
+
+    def stepped(self) -> None:
+        """Count a step."""
+        self.done, self.in_window = self.done + 1, 0 if self.closes else self.in_window + 1
+        if self.since_selection >= 0:
+            self.since_selection += 1
+
+    def first_columns(self, shape: torch.Size) -> Tensor:
+        """A mask of what is selected of a new parameter: of a matrix, none before others have columns selected."""
+        ratio = 0.0 if self.since_selection < 0 else self.policy.topk_ratio
+        count = selected_count(ratio, shape[-1]) if is_matrix(shape) else 1
+        return torch.arange(columns_of(shape), dtype=torch.int64, device="cpu") < count
+
+    def position(self) -> tuple[int, int, int, int]:
+        """The schedule's state, as numbers."""
+        return self.done, self.in_window, self.since_selection, self.interval
+
+    def resume(self, position: Iterable[float]) -> None:
+        """Go on from a :meth:`position`; a fixed interval is the policy's own, whatever the saved one was."""
+        self.done, self.in_window, self.since_selection, self.interval = map(int, position)
+        self.__post_init__()
+
+
+def selected_count(ratio: float, columns: int) -> int:
+    """How many columns of a matrix are selected."""
+    return min(max(round(ratio * columns), 1), columns) if ratio > 0 else 0
+
+
+def largest(squares: Tensor, count: int) -> Tensor:
+    """A mask of the ``count`` columns with the largest sums of squares.
+
+    Compared as fp32, so that it does not matter in what order fp64 sums were made, except where two columns are as good
+    as equal. Of equal ones the first is taken; a NaN is larger than everything.
+    """
+    rounded = squares.float().nan_to_num(nan=math.inf, posinf=math.inf)
+    best = torch.sort(rounded, descending=True, stable=True).indices[:count]
+    return torch.zeros_like(squares, dtype=torch.bool).index_fill_(0, best, True)
+
+
+def select_columns(ratio: float, squares: Mapping[int, Tensor], group: Group) -> tuple[dict[int, Tensor], float]:
+    """A mask of the selected columns per matrix, and the share of the norm in the others (or NaN). Collective.
+
+    One all-gather of 8 bytes per column; sums are added in rank order.
+
+    Args:
+        squares: this rank's sums of squares, (columns,) fp64, of all matrices by global index, the same on every rank.
+    """
+    mine = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *squares.values()])
+    everything = sum(group.all_gather(mine), torch.zeros_like(mine))
+    split = torch.split(everything, [of.numel() for of in squares.values()])
+    sums = dict(zip(squares, split, strict=True))
+    chosen = {i: largest(of, selected_count(ratio, of.numel())) for i, of in sums.items()}
+    total, taken = float(everything.sum()), sum(float(of[chosen[i]].sum()) for i, of in sums.items())
+    return chosen, math.sqrt(max(1 - taken / total, 0.0)) if 0 < total < math.inf else math.nan

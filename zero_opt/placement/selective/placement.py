@@ -6,7 +6,6 @@ nothing of selection: of selected columns, what it makes is overwritten. What is
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,20 +15,24 @@ import torch
 from torch import Tensor
 
 from ...comm.groups import Group
-from ...errors import ConfigConflict, StateDictError, StepPending, ZeroOptError
+from ...errors import ConfigConflict, StateDictError, StepPending
 from ...kernels import adam_update_
 from ...kernels.adam_state import MAXIMUM
 from ...kernels.functions import ADAM
 from ...policies import Selective
-from ...reduction.interface import GradShard, ParamsByBucket, merged, used_params
+from ...reduction.interface import GradShard, ParamsByBucket, used_params
 from ...sharding.buckets import GradBucket
 from ..interface import ParamState, Placement
 from ..masters import slices_of
 from ..native_rules import loaded_roles, new_roles, require_fitting, require_placed, say_without_masters
 from ..policy import SinglePlacePolicy
 from .column_slice import ColumnSlice, step_selected, write_selected
-from .columns import check_columns, is_matrix, square_sums, trusted_window
-from .schedule import NEVER, Schedule, select_columns
+from .columns import NEVER, Schedule, check_columns, is_matrix, select_columns, square_sums, trusted_window
+
+
+def _of_inner(name: str) -> Any:
+    """An attribute that is the inner placement's."""
+    return property(lambda self: getattr(self._inner, name))
 
 
 class SelectivePlacement(Placement):
@@ -42,17 +45,21 @@ class SelectivePlacement(Placement):
         home: the offload policy, which makes the inner placement.
     """
 
+    threads, pending, lags = map(_of_inner, ("threads", "pending", "lags"))
+    wait, conflict, require_writable = map(_of_inner, ("wait", "conflict", "require_writable"))
+    figures, require_not_forked, close = map(_of_inner, ("figures", "require_not_forked", "close"))
+
     def __init__(self, policy: Selective, home: SinglePlacePolicy[Any], group: Group) -> None:
         self._policy, self._inner, self._group, self._delay = policy, home.build(group), group, home.delay
         flush_denormals = bool(home.inputs.defaults.get("flush_denormals", False))
         self._update = partial(adam_update_, threads=home.threads, flush_denormals=flush_denormals)
         self._schedule = Schedule(policy)
-        self._waiting: ParamsByBucket = {}  # matrices that have gradients that wait, on whatever rank
-        self._arriving: ParamsByBucket = {}  # those that the step of the last window changes, until it is brought in
+        self._waiting: set[int] = set()  # matrices that have gradients that wait, on whatever rank
+        self._arriving: set[int] = set()  # those that the step of the last window changes, until it is brought in
         # For the step to come: whether it ends a window, what is selected, what it may change.
         self._closes = False
         self._chosen: Mapping[int, Tensor] = {}
-        self._updated: ParamsByBucket = {}
+        self._updated: set[int] = set()
         self._buckets: dict[int, GradBucket] = {}  # as the inner placement has them
         self._slices: dict[int, ColumnSlice] = {}
         self._matrices: dict[int, int] = {}  # how many columns each has, on whatever rank it lies
@@ -111,19 +118,6 @@ class SelectivePlacement(Placement):
         """Bytes of selected columns beside their places at home, and those of the inner placement."""
         return self._inner.spare_nbytes + sum(array.nbytes for array in self.resident())
 
-    @property
-    def threads(self) -> int | None:
-        return self._inner.threads
-
-    def figures(self) -> Mapping[str, float]:
-        return self._inner.figures()
-
-    def require_not_forked(self) -> None:
-        self._inner.require_not_forked()
-
-    def close(self) -> None:
-        self._inner.close()
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[int, ParamState]]:
@@ -138,13 +132,12 @@ class SelectivePlacement(Placement):
     def adopt_state(self, index: int, state: ParamState | None) -> bool:
         column_slice = self._slices[index]
         shown, flat, roles = column_slice.shown, column_slice.flat, self._roles[column_slice.group]
-        changed = shown.edited() if state is shown else state is not None or column_slice.stepped
-        if changed and self.pending:
+        if not (shown.edited() if state is shown else state is not None or column_slice.stepped):
+            return False
+        if self.pending:
             raise StepPending(
                 f"the state of {flat.label} was changed while a step for it was pending; call opt.flush() before that"
             )
-        if not changed:
-            return False
         if state is not shown:
             shown.forget()
         with shown.settled():
@@ -165,9 +158,8 @@ class SelectivePlacement(Placement):
         self._resume_schedule(states)  # what comes after it may fail on one rank
         given = {index: states.get(index, {}) for index in self._slices}
         self._roles = loaded_roles(ADAM, groups, [(self._slices[index].group, saved) for index, saved in given.items()])
-        self._inner.load({}, groups)
         placed = zip(groups, self._roles, strict=True)
-        self._inner.make_room([{**group, "amsgrad": MAXIMUM in roles} for group, roles in placed])
+        self._inner.load({}, [{**group, "amsgrad": MAXIMUM in roles} for group, roles in placed])
         for column_slice in self._slices.values():
             column_slice.mask = self._schedule.first_columns(column_slice.flat.shape)
         self._load_slices(given)
@@ -175,8 +167,7 @@ class SelectivePlacement(Placement):
             column_slice.distrust(0)
         loaded = [(saved.keys(), self._slices[index].home.keys()) for index, saved in states.items() if saved]
         say_without_masters(sum("master" in home - given for given, home in loaded))
-        all_params = {index: bucket.layout.params for index, bucket in self._buckets.items()}
-        self._arriving, self._waiting = {}, self._matrices_of(all_params) if self._schedule.in_window else {}
+        self._arriving, self._waiting = set(), {*self._matrices} if self._schedule.in_window else set()
 
     def _resume_schedule(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Go on where training was, of which ranks that have no part of a matrix know nothing. Collective."""
@@ -199,37 +190,22 @@ class SelectivePlacement(Placement):
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> bool:
-        return self._inner.pending
-
-    @property
-    def lags(self) -> bool:
-        return self._inner.lags
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def require_writable(self) -> None:
-        self._inner.require_writable()
-
     def updated_params(self, grads: Sequence[GradShard]) -> ParamsByBucket:
         """The parameters that the next step may change on any rank. Collective where columns are selected."""
-        used = used_params(grads)
-        matrices = self._matrices_of(used)
+        used = {*chain(*used_params(grads).values())}
+        matrices = used & self._matrices.keys()
         counts = self._schedule.done > 0 or bool(matrices)
         if counts and self._schedule.selects:
             self._select(grads)
         self._closes = counts and self._schedule.closes
         if counts:
             self._schedule.stepped()  # before anything can fail: all ranks count it
-        self._waiting = merged(self._waiting, matrices)
-        arriving = self._arriving if self._delay else self._waiting if self._closes else {}
-        self._updated = dict(sorted(merged(used, arriving).items()))
-        return self._updated
+        self._waiting |= matrices
+        self._updated = used | (self._arriving if self._delay else self._waiting if self._closes else set())
+        return self._by_bucket(self._updated)
 
-    def _matrices_of(self, params: ParamsByBucket) -> ParamsByBucket:
-        found = {bucket: [index for index in those if index in self._matrices] for bucket, those in params.items()}
+    def _by_bucket(self, params: set[int]) -> ParamsByBucket:
+        found = {bucket: params.intersection(home.layout.params) for bucket, home in sorted(self._buckets.items())}
         return {bucket: those for bucket, those in found.items() if those}
 
     def _select(self, grads: Sequence[GradShard]) -> None:
@@ -250,69 +226,58 @@ class SelectivePlacement(Placement):
         self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
     ) -> Iterator[int]:
         list(self.bring_in())
-        for index, column_slice in self._slices.items():
-            column_slice.begin_step()
-            if index in self._chosen and not torch.equal(self._chosen[index], column_slice.mask):
-                column_slice.select(self._chosen[index])
+        for index, found in self._slices.items():
+            found.begin_step()
+            if index in self._chosen and not torch.equal(self._chosen[index], found.mask):
+                found.select(self._chosen[index])
                 self._inner.repoint([index])  # masters that it does not show follow the parameter
         self._chosen = {}
-        left = deque(self._updated)
-        for bucket in self._with_selected(self._stepped(grads, groups, grad_scale)):
-            while left and left[0] <= bucket:
-                yield left.popleft()
-        yield from left
-
-    def _stepped(
-        self, grads: Sequence[GradShard], groups: Sequence[MutableMapping[str, Any]], grad_scale: float
-    ) -> Iterator[int]:
-        """Step selected columns and, as a window ends, the others; yields the buckets of which these are updated."""
-        overwritten = self._closes and not self._delay
-        for shard in grads:
-            used = self._used(shard)
-            stepped = [(found, grad) for found, grad in used if found.places.numel()]
-            if stepped:  # of one bucket, which are of one param group
-                step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
-            write_selected(found for found, _ in stepped if not overwritten or found.mask.all())
-            for found, grad in used:
-                found.gather(grad, grad_scale)
-        if self._closes:
-            yield from self._inner.step(self._take_means(), groups, 1.0)
+        try:
+            for shard in grads:
+                used = self._used(shard)
+                stepped = [(found, grad) for found, grad in used if found.places.numel()]
+                if stepped:  # of one bucket, which are of one param group
+                    step_selected(stepped, groups[stepped[0][0].group], grad_scale, self._update)
+                for found, grad in used:
+                    found.gather(grad, grad_scale)
+            if self._closes:
+                list(self._inner.step(self._take_means(), groups, 1.0))
+        except BaseException:  # of any bucket a part may be stepped
+            write_selected(self._slices.values())
+            raise
+        write_selected(self._slices_of(self._updated))
+        yield from self._by_bucket(self._updated)
 
     def _take_means(self) -> list[GradShard]:
         """What the inner placement is to step now that a window ends."""
         means = []
-        self._arriving, self._waiting = self._waiting, {}
+        self._arriving, self._waiting = self._waiting, set()
         for bucket, home in self._buckets.items():
             slices = [self._slices[piece.param] for piece in home.slices]
             for found in slices:
                 self._inner.step_by_mean_of(found.index, max(found.gathered, 1))
             grads = [found.take_mean() for found in slices]
-            means.append(GradShard(bucket, home.slices, grads, self._arriving.get(bucket, ())))
+            means.append(GradShard(bucket, home.slices, grads, self._arriving.intersection(home.layout.params)))
         return means
 
-    def _with_selected(self, updated: Iterator[int]) -> Iterator[int]:
-        """The buckets that the inner placement has updated, with selected columns over what it has made of them."""
-        try:
-            for bucket in updated:
-                write_selected(self._slices[i] for i in self._arriving.get(bucket, ()) if i in self._slices)
-                yield bucket
-        except BaseException:  # of other buckets it may have stepped a part
-            write_selected(self._slices.values())
-            raise
+    def _slices_of(self, params: set[int]) -> list[ColumnSlice]:
+        return [found for index, found in self._slices.items() if index in params]
 
     def bring_in(self) -> Iterator[int]:
-        for column_slice in self._slices.values() if self.pending else ():
-            column_slice.shown.forget()
-        yield from self._with_selected(self._inner.bring_in())
-        self._arriving = {}
+        arriving = self._slices_of(self._arriving) if self.pending else []
+        for found in arriving:
+            found.shown.forget()
+        try:
+            updated = [*self._inner.bring_in()]
+        finally:
+            write_selected(arriving)
+        self._arriving = set()
+        yield from updated
 
     def ignore_writes(self) -> None:
         self._inner.ignore_writes()
         for column_slice in self._slices.values() if self.pending else ():
             column_slice.follow(0)
-
-    def conflict(self) -> ZeroOptError | None:
-        return self._inner.conflict()
 
 
 def home_bucket(bucket: GradBucket) -> GradBucket:

@@ -19,9 +19,8 @@ from ..masters import slices_of
 from ..memory import DEVICE, HOST_MEMORY, MemoryInputs, Tally, reduced_gradients
 from ..native_rules import ADAM_CLASSES, check_groups, check_state, require_native_dtype
 from ..policy import ParamStates, PlacementPolicy, SinglePlacePolicy, refuse_compact
-from .columns import column_places, columns_of, is_matrix
+from .columns import column_places, columns_of, is_matrix, selected_count
 from .placement import SelectivePlacement, home_bucket
-from .schedule import selected_count
 
 
 class SelectivePolicy(PlacementPolicy):
