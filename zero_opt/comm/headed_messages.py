@@ -54,9 +54,8 @@ class _Inbox:
                 header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
                 self._headers.append((self._messages.receive_from(header, self._peer, 2 * self._ahead), header))
                 self._ahead = (self._ahead + 1) % TAG_MODULUS
-            work, header = self._headers[0]
+            work, header = self._headers.popleft()
             work.wait()
-            self._headers.popleft()
             step, epoch, sequence, *sizes = header.tolist()
             self._next = Ident(step, epoch, sequence), [size for size in sizes if size]
         return self._next
@@ -66,6 +65,10 @@ class _Inbox:
         tag, self._next = 2 * self._count + 1, None
         self._count = (self._count + 1) % TAG_MODULUS
         return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
+
+    def close(self) -> None:
+        """Receive no more. A message that is being received keeps its group's connections."""
+        self._headers.clear()
 
     def drop(self) -> None:
         """Receive the next exchange's messages, and drop them."""
@@ -141,3 +144,8 @@ class HeadedMessages:
         # gloo allows one wait for each message.
         self._under_way[peer] = [(later, work) for later, work in under_way if later > number]
         wait_all(work for earlier, work in under_way if earlier <= number)
+
+    def close(self) -> None:
+        """Receive no more headers."""
+        for inbox in self._inbox.values():
+            inbox.close()

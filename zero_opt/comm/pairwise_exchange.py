@@ -299,3 +299,6 @@ class PairwiseExchange(Exchange):
             return {rank: int(word) for rank, word in words.items()}
 
         return finish
+
+    def close(self) -> None:
+        self.headed.close()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import PeerLost, ZeroOptError
 from ..system.devices import thread_device
+from ..system.failures import on_failure
 from . import process_exit
 from .backend_errors import backend_words, closed_by_timeout
 from .departures import Departure, How
@@ -96,15 +97,19 @@ class Ring:
         side.farewell = self._bid_farewell
         self._departures.tell, self._departures.news = self.tell, True
 
-    def begin(self, over: Callable[[], None], asked: Callable[[RingMessage], None]) -> None:
-        """Begin to listen.
+    def begin(
+        self, service: process_exit.Service, over: Callable[[], None], asked: Callable[[RingMessage], None]
+    ) -> None:
+        """Begin to listen, for a service that goes on when the process ends.
 
         Args:
             over: called on the ring's thread as its last act; it calls :meth:`drop`. asked: called there with a message
                 that asks for state.
         """
         self.thread = threading.Thread(target=self._listen, args=(thread_device(), asked, over), name="zero_opt ring")
-        process_exit.threads.start(self.thread)
+        process_exit.add(service)
+        with on_failure(partial(process_exit.running.discard, service)):
+            process_exit.threads.start(self.thread)
 
     def _listen(
         self, use_device: Callable[[], None], asked: Callable[[RingMessage], None], over: Callable[[], None]
@@ -217,8 +222,7 @@ class UnservedRing(Ring):
 
     def __init__(self, side: SideGroup, watch: Watch) -> None:
         super().__init__(side, watch)
-        process_exit.add(self)
-        self.begin(self._end, lambda _: None)
+        self.begin(self, self._end, lambda _: None)
 
     def abandon(self, how: How) -> None:
         """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.

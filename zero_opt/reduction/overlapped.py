@@ -151,11 +151,10 @@ class OverlappedReduction(GradReduction, GradOwner):
             if index in self._in_round:
                 self._open_round()
             self._take(index)
+            buckets = self._places, self._fills, self._sums, self._rounds, self._withdrawn
+            native_round = NativeRound(task, self._in_round, self._shown, *buckets, self._local)
             if self._task == task:  # else a signal's handler, or a finalizer, has ended the round
-                in_round, shown, local = self._in_round, self._shown, self._local
-                self._native_round = NativeRound(
-                    task, in_round, shown, self._places, self._fills, self._sums, self._rounds, self._withdrawn, local
-                )
+                self._native_round = native_round
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""

@@ -92,8 +92,7 @@ class StateService:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._expires: float | None = None
         self._delivering = threading.Thread(target=self._deliver_all, name="zero_opt state at the end")
-        process_exit.add(self)
-        self._ring.begin(self._end, self._asked)
+        self._ring.begin(self, self._end, self._asked)
         process_exit.threads.start(self._delivering)
 
     # -- the ring -----------------------------------------------------------------------------------------------------
@@ -129,7 +128,8 @@ class StateService:
 
     def _end_ring(self) -> None:
         """End this rank's wait for messages, as the last one that closes, once nobody asks or is answered."""
-        self._ring.wait_passed(INTERRUPTION_S)
+        with contextlib.suppress(RuntimeError):  # the next rank has ended
+            self._ring.wait_passed(INTERRUPTION_S)
         self._wait_asked_and_answered()
         self._side.disconnect()
 

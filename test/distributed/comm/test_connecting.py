@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
-from zero_opt.comm import connecting
+from zero_opt.comm import connecting, process_exit
 from zero_opt.comm.connecting import made_by_all
 from zero_opt.comm.groups import Group, connect
 from zero_opt.system.background_thread import SerialThread
@@ -54,11 +54,12 @@ def _few_descriptors() -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def _few_threads() -> Callable[[], None]:
+def _few_threads(names: str = "zero_opt") -> Callable[[], None]:
+    """The system refuses to start threads whose names begin so."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name.startswith("zero_opt"):
+        if thread.name.startswith(names):
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -273,6 +274,20 @@ def _cannot_start(rank: int, world_size: int) -> str:
 def test_a_thread_that_cannot_be_started_under_way() -> None:
     for message in run_processes(2, _cannot_start):
         assert "can't start new thread" in message and "ulimit -u" in message
+
+
+def _lacks_the_rings_thread(rank: int, world_size: int) -> str:
+    give_back = _few_threads("zero_opt ring")
+    with pytest.raises(zero_opt.OutOfResources) as found:
+        _made()
+    give_back()
+    process_exit.serve_to_the_end()  # as the process ends
+    return str(found.value)
+
+
+def test_a_process_ends_as_any_where_the_rings_thread_could_not_be_started() -> None:
+    for message in run_processes(2, _lacks_the_rings_thread):
+        assert "can't start new thread" in message
 
 
 # -- what close() gives back ------------------------------------------------------------------------------------------

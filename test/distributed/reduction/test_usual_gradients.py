@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.rank_processes import run_processes
-from zero_opt.reduction import autograd_hooks
+from zero_opt.layout import ALIGN
+from zero_opt.reduction import autograd_hooks, overlapped
 
 PARAMS, NUMEL = 12, 7
 
@@ -69,6 +71,20 @@ def _zeroed_within(params: list[nn.Parameter], rank: int, optimizer: zero_opt.Sh
     _loss(params, rank).backward()
 
 
+def _zeroed_in_a_hook(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
+    """The garbage collector, or a signal, may run the user's code wherever a hook allocates."""
+    made = overlapped.NativeRound
+
+    def zero(*fields: Any) -> overlapped.NativeRound:
+        patch.stop()
+        optimizer.zero_grad()
+        return made(*fields)
+
+    patch = mock.patch.object(overlapped, "NativeRound", zero)
+    patch.start()
+    _loss(params, rank).backward()
+
+
 def _views(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
     flat = torch.zeros(PARAMS * NUMEL)
     for param, part in zip(params, flat.split(NUMEL), strict=True):
@@ -104,6 +120,7 @@ WAYS: list[Backwards] = [
     _unused,
     _zeroed_between,
     _zeroed_within,
+    _zeroed_in_a_hook,
     _views,
     _retained,
     _in_threads,
@@ -113,7 +130,7 @@ WAYS: list[Backwards] = [
 
 def _trained(rank: int, world_size: int, backwards: Backwards, native: bool) -> list[Tensor]:
     params = _model()
-    reduction = zero_opt.Overlapped(bucket_mb=5 * NUMEL * 4 / 2**20)
+    reduction = zero_opt.Overlapped(bucket_mb=5 * ALIGN * 4 / 2**20)  # five parameters, each in as many bytes
     with mock.patch.object(autograd_hooks, "native_available", return_value=native):
         optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, reduction=reduction)
         for _ in range(3):

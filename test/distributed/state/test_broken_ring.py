@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -146,3 +147,20 @@ def _closes_while_it_serves(rank: int, world_size: int, folder: str) -> Any:
 
 def test_the_last_rank_that_closes_ends_the_ring_once_nobody_takes_its_state(tmp_path: Any) -> None:
     assert run_processes(2, _closes_while_it_serves, str(tmp_path))[0] > 0
+
+
+def _ends_beside_a_lost_rank(rank: int, world_size: int) -> list[BaseException | None]:
+    """A rank dies while what this one has told it of its own end is on its way."""
+    raised: list[BaseException | None] = []
+    threading.excepthook = lambda arguments: raised.append(arguments.exc_value)
+    _, optimizer = make_stepped(2)
+    service: Any = service_of(optimizer)
+    service._ring.wait_passed = mock.Mock(side_effect=zero_opt.PeerLost("rank 1 has ended"))
+    dist.barrier()
+    optimizer.close()
+    until(lambda: service not in process_exit.running, PATIENCE_S)
+    return raised
+
+
+def test_no_thread_fails_where_a_rank_is_lost_at_the_end() -> None:
+    assert run_processes(2, _ends_beside_a_lost_rank) == [[], []]
