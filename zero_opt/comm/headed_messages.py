@@ -50,12 +50,14 @@ class _Inbox:
     def _peek(self) -> tuple[Ident, list[int]]:
         """Return the next exchange's ident, and the sizes of its messages in bytes."""
         if self._next is None:
-            while len(self._headers) < _HEADERS_AHEAD:
+            headers = self._headers  # which close() replaces
+            while len(headers) < _HEADERS_AHEAD:
                 header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-                self._headers.append((self._messages.receive_from(header, self._peer, 2 * self._ahead), header))
+                headers.append((self._messages.receive_from(header, self._peer, 2 * self._ahead), header))
                 self._ahead = (self._ahead + 1) % TAG_MODULUS
-            work, header = self._headers.popleft()
+            work, header = headers[0]
             work.wait()
+            headers.popleft()
             step, epoch, sequence, *sizes = header.tolist()
             self._next = Ident(step, epoch, sequence), [size for size in sizes if size]
         return self._next
@@ -68,7 +70,7 @@ class _Inbox:
 
     def close(self) -> None:
         """Receive no more. A message that is being received keeps its group's connections."""
-        self._headers.clear()
+        self._headers = deque()
 
     def drop(self) -> None:
         """Receive the next exchange's messages, and drop them."""
