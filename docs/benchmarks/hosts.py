@@ -13,9 +13,9 @@ H hosts.
 
 DDP has ``gradient_as_bucket_view=True``, and buckets of its default size. One row has its ``fp16_compress_hook``, for
 comparison with bf16 between hosts: over gloo, DDP refuses its hook for bf16. Every optimizer is AdamW with
-``fused=True``.
-"the model alone" is forward, backward and step of independent ranks. --draw adds what host 0 sends and receives over
-time in one step of the last round.
+``fused=True``. "the model alone" is forward, backward and step of independent ranks; "the wire alone" sends the least
+that must be sent, in one message per peer, and computes nothing. --draw adds what host 0 sends and receives over time
+in one step of the last round.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.machine import add_write, command, load, machine, publish, say, spread, today
 from support.model import LAYERS, VOCABULARY, WIDTH, Batch, LanguageModel, make_model
 from support.ranks import Outcome, Run, execute
@@ -55,6 +56,24 @@ def alone(model: LanguageModel, _: Batch) -> Trainer:
     return trainer(model, torch.optim.AdamW(model.parameters(), **HYPERS))
 
 
+def wire_alone(model: LanguageModel, _: Batch) -> Trainer:
+    """The least that must be sent, in one message per peer, both directions at once, and nothing else."""
+    rank, world_size, ranks = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    peers = [peer for peer in range(rank % ranks, world_size, ranks) if peer != rank]
+    sent = torch.zeros(2 * sum(p.nbytes for p in model.parameters()) // world_size, dtype=torch.uint8)
+    received, loss = [torch.empty_like(sent) for _ in peers], torch.zeros(())
+
+    def exchange() -> None:
+        works = [dist.irecv(into, peer) for into, peer in zip(received, peers, strict=True)]
+        works += [dist.isend(sent, peer) for peer in peers]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        dist.barrier()  # else one rank of a host may use the wire alone
+
+    return Trainer(lambda *_: loss, lambda _: None, exchange)
+
+
 def ours(
     model: LanguageModel, _: Batch, bucket_mb: float | None, *, late: bool, dtype: torch.dtype | None = None
 ) -> Trainer:
@@ -70,6 +89,7 @@ def systems(bucket_mb: Sequence[float]) -> dict[str, System]:
     """What is compared, by name."""
     found = {
         ALONE: System(alone, trains=False),
+        "the wire alone": System(wire_alone, trains=False),
         DDP: System(ddp_adamw),
         "DDP, fp16_compress_hook": System(partial(ddp_adamw, hook=fp16_compress_hook)),
         "DDP + ZeroRedundancyOptimizer": System(zero_redundancy),
