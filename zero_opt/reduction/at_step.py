@@ -199,7 +199,7 @@ class AtStepReduction(GradReduction):
             reduced += [outcome(future, group.lookout) for future in futures]
         self._partition.join()
         if not all(reduced):
-            raise StepDesync("another rank left this step early; call zero_grad() on every rank, and repeat it")
+            raise StepDesync("another rank left this step early; call opt.zero_grad() on every rank, and repeat it")
         self._used, self._with_sparse = used, sparse
 
     def scale(self, factor: Tensor) -> None:

@@ -26,7 +26,7 @@ def skips_step(checks: Checks, first: Callable[[], tuple[int, int] | None], desc
         rank, param = nonfinite
         raise NonFiniteGradient(
             f"the mean gradient of {describe(param)} has an inf or NaN in the part that rank {rank} owns; "
-            "parameters and state are untouched: call zero_grad() on every rank and go on, or use "
+            "parameters and state are untouched: call opt.zero_grad() on every rank and go on, or use "
             'Checks(nonfinite="skip")',
             rank=rank,
             param=param,

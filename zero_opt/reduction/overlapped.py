@@ -55,7 +55,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under ``_lock``.
     """
 
-    _after_exception = "call zero_grad() on every rank and repeat it"
+    _after_exception = "call opt.zero_grad() on every rank and repeat it"
     _hooks_type: type[ArrivalHooks] = NativeHooks
 
     def __init__(self, parts: ReductionParts) -> None:
@@ -314,7 +314,7 @@ class OverlappedReduction(GradReduction, GradOwner):
             error = error or ended_in_exception(self._after_exception)
         if self._spoiled:
             error = error or StepDesync(
-                "the ranks were at different points of this step; call zero_grad() on every rank, and repeat it"
+                "the ranks were at different points of this step; call opt.zero_grad() on every rank, and repeat it"
             )
         try:
             self._places.require_held(self._parts.all_params, self._partition.flats, self)
@@ -353,7 +353,7 @@ class OverlappedReduction(GradReduction, GradOwner):
             reduced.append(self._futures[-1].result(0))
         self._partition.join()
         if not all(reduced):
-            raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
+            raise StepDesync("another rank left this backward early; call opt.zero_grad() on every rank and repeat it")
         self._forget_rounds()
         if self._planned_in_step:  # what came of those buckets came now: a backward shows when they are complete
             self._completed = []

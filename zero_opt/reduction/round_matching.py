@@ -113,7 +113,7 @@ class RoundMatching:
             yield from self._unnamed(order)
         self.abandoned += behind
         if not held and len(abandoned) > 1:
-            raise StepDesync("another rank left this backward early; call zero_grad() on every rank and repeat it")
+            raise StepDesync("another rank left this backward early; call opt.zero_grad() on every rank and repeat it")
 
     def _unnamed(self, indices: Sequence[int]) -> Iterator[GradBucket]:
         """Yield the buckets among these whose collectives have no names."""

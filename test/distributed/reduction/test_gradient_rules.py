@@ -463,7 +463,7 @@ def _steps_after_compiled_autograd(rank: int, world_size: int) -> str:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # and leaves it as it is
 def test_a_backward_that_compiled_autograd_has_ended_is_not_stepped() -> None:
     for message in run_processes(2, _steps_after_compiled_autograd):
-        assert "a backward ended in an exception; call zero_grad() on every rank and repeat it" in message
+        assert "a backward ended in an exception; call opt.zero_grad() on every rank and repeat it" in message
 
 
 def _compiled_autograd(rank: int, world_size: int, reduction: zero_opt.ReductionPolicy) -> Tensor:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import zero_opt
 from test.support.harness import run_processes
@@ -121,3 +123,29 @@ def test_inside_a_step_it_is_refused_and_names_the_step(offload: str) -> None:
         for text in said:
             assert text.startswith("StepDesync: state_dict() was called while step 2 is being taken"), said
             assert "set a flag" in text
+
+
+def _as_a_step_ends(rank: int, world_size: int) -> list[str]:
+    """The handler awaits the parameters that step() leaves to arrive in the background, and is about to look after."""
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    reduction = zero_opt.Overlapped(1e-4, overlap_param_gather=net)
+    optimizer = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduction=reduction)
+    said = _errors_in_a_handler(optimizer.state_dict)
+    late: Any = optimizer._engine.gather._late  # type: ignore[union-attr]
+    mark = late.mark
+
+    def interrupted(params: Any) -> None:
+        late.mark = mark
+        _interrupt()
+        mark(params)
+
+    for late.mark in (interrupted if rank == 0 else mark, mark):
+        net(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    optimizer.flush()
+    dist.barrier()
+    return said
+
+
+def test_as_a_step_ends_it_leaves_the_step_alone() -> None:
+    assert run_processes(2, _as_a_step_ends) == [[""], []]

@@ -418,7 +418,7 @@ class StreamedView(LocalView):
         self._hooked[number].hand_over()
 
     def missed(self) -> StepDesync | None:
-        return ended_in_exception("call zero_grad() on every rank and repeat it") if self._hooks.missed else None
+        return ended_in_exception("call opt.zero_grad() on every rank and repeat it") if self._hooks.missed else None
 
     def follow_dropped(self) -> None:
         self._hooks.forget_missed()
