@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.util
 import os
@@ -57,6 +58,7 @@ def add(service: Service) -> None:
     """Let a service go on when the process ends."""
     running.add(service)
     if not _at_end:
+        atexit.register(_leave_failed)  # runs before what is registered by now, as the end of background threads
         _at_end.append(multiprocessing.util.Finalize(None, serve_to_the_end, exitpriority=0))
 
 
@@ -70,6 +72,13 @@ def failed() -> bool:
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None or getattr(sys, "last_value", None) is not None
+
+
+def _leave_failed() -> None:
+    """Say that the program has failed, which ends this rank's waits for others, before anything waits for those."""
+    if failed():
+        for service in list(running):
+            service.abandon(How.FAILED)
 
 
 def serve_to_the_end() -> None:

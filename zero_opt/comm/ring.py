@@ -207,7 +207,9 @@ class Ring:
                 return False
             self.closed = True
             leave(how)
-        if how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
+        if how is How.FAILED:
+            self._departures.leave()
+        elif how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
         return True
 

@@ -163,9 +163,11 @@ class MeshGroup(Group):
             PeerLost: the mesh's own connections have broken. Others as for :class:`Connecting`, and the groups.
         """
         parent, timeout = _parent_of(self._device_mesh, self.ranks), self._checks.timeout
-        for rank, words in broken_connections(parent):
-            name = rank_name(rank, parent.ranks[rank])
-            raise PeerLost(f"the mesh's connection to {name} has broken; restart from the last checkpoint ({words})")
+        broken = [*broken_connections(parent)]
+        if broken:  # of several, at most one ended by itself: a rank that leaves training breaks all of its own
+            ((rank, words), *others) = broken
+            which = "connections have" if others else f"connection to {rank_name(rank, parent.ranks[rank])} has"
+            raise PeerLost(f"the mesh's {which} broken; restart from the last checkpoint ({words})")
         timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
         limits, must = HostLimits(timeout_s=timeout_s), "construct it" if call == _CONSTRUCTION else "make that call"
         times = waited_for(parent.timeout_s), timeout_s, self._checks.hang_timeout

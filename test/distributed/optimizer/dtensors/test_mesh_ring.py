@@ -143,6 +143,27 @@ def test_a_rank_that_leaves_is_named_with_its_step_and_how_it_left(how: str, cal
         assert said.startswith(f"PeerLost: {WORDS[how]}"), said
 
 
+def _made_after_a_loss(rank: int, world_size: int) -> str:
+    """Rank 1 fails. The others break their connections, so that no rank waits, and make an optimizer anew."""
+    net, optimizer = _made(rank, (world_size,))
+    store: Any = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    said = ""
+    if rank == 1:
+        _ends("fails", optimizer)
+    else:
+        _lost(lambda: optimizer.clip_grad_norm_(1.0))
+        said = _lost(lambda: sharded_optimizer(net))
+    store.set(f"over {rank}", "")
+    store.wait([f"over {other}" for other in range(world_size)])
+    return said
+
+
+def test_connections_that_broke_together_name_no_rank() -> None:
+    for said in run_processes(3, _made_after_a_loss)[::2]:
+        assert said.startswith("PeerLost: the mesh's connections have broken; restart from the last checkpoint"), said
+
+
 def _leaves_as_state_travels(rank: int, world_size: int) -> str:
     """Rank 1 ends by an exception of its own before it sends its part; the others wait in FSDP's collective."""
     _, optimizer = _made(rank, (world_size,))
