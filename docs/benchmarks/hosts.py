@@ -69,7 +69,7 @@ def wire_alone(model: LanguageModel, _: Batch) -> Trainer:
         for work in works:
             assert work is not None, "this rank is in the group"
             work.wait()
-        dist.barrier()  # else one rank of a host may use the wire alone
+        dist.barrier()  # so that all ranks of a host share the wire
 
     return Trainer(lambda *_: loss, lambda _: None, exchange)
 

@@ -291,7 +291,7 @@ class Group:
 
     @property
     def parent(self) -> dist.ProcessGroup | None:
-        """The user's group that it was made for, if any; over a mesh, that of its last dimension of several ranks.
+        """The user's group that this one was made for, if any; over a mesh, of its last dimension of several ranks.
 
         Raises:
             ProcessGroupError: the user has destroyed it.

@@ -43,7 +43,7 @@ class _Inbox:
 
     def __init__(self, messages: PeerMessages, peer: int) -> None:
         self._messages, self._peer = messages, peer
-        self._count = self._ahead = 0  # of exchanges whose data is taken, and whose headers are being received
+        self._count = self._headers_begun = 0  # exchanges of which data, and a header, has begun to be received
         self._headers: deque[tuple[Any, Tensor]] = deque()
         self._next: tuple[Ident, list[int]] | None = None
 
@@ -53,8 +53,8 @@ class _Inbox:
             headers = self._headers  # which close() replaces
             while len(headers) < _HEADERS_AHEAD:
                 header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-                headers.append((self._messages.receive_from(header, self._peer, 2 * self._ahead), header))
-                self._ahead = (self._ahead + 1) % TAG_MODULUS
+                headers.append((self._messages.receive_from(header, self._peer, 2 * self._headers_begun), header))
+                self._headers_begun = (self._headers_begun + 1) % TAG_MODULUS
             work, header = headers[0]
             work.wait()
             headers.popleft()
@@ -69,7 +69,7 @@ class _Inbox:
         return [self._messages.receive_from(tensor, self._peer, tag) for tensor in into]
 
     def close(self) -> None:
-        """Receive no more. A message that is being received keeps its group's connections."""
+        """Drop the headers that are being received: each keeps the group's connections open."""
         self._headers = deque()
 
     def drop(self) -> None:

@@ -37,8 +37,8 @@ class Parent:
     timeout_s: float
     groups: Sequence[tuple[weakref.ref[dist.ProcessGroup], Sequence[int]]]
 
-    def alive(self) -> Iterator[tuple[dist.ProcessGroup, Sequence[int]]]:
-        """Yield those of :attr:`groups` that are not destroyed."""
+    def existing_groups(self) -> Iterator[tuple[dist.ProcessGroup, Sequence[int]]]:
+        """Yield those of :attr:`groups` that still exist: nothing here keeps them alive."""
         return ((group, numbers) for reference, numbers in self.groups if (group := reference()) is not None)
 
 
@@ -52,7 +52,7 @@ def parent_of(given: dist.ProcessGroup | Parent) -> Parent:
 
 
 def others_in(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of a process group but this one, as it numbers them."""
+    """Return the other ranks of a process group, by their numbers in it."""
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
@@ -63,7 +63,7 @@ def broken_connections(parent: Parent) -> Iterator[tuple[int, str]]:
     """
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
         return
-    for group, numbers in parent.alive():
+    for group, numbers in parent.existing_groups():
         try:
             backend = group._get_backend(HOST)
         except RuntimeError:  # it carries accelerator tensors alone

@@ -58,7 +58,7 @@ def add(service: Service) -> None:
     """Let a service go on when the process ends."""
     running.add(service)
     if not _at_end:
-        atexit.register(_leave_failed)  # runs before what is registered by now, as the end of background threads
+        atexit.register(_leave_failed)  # runs before handlers registered earlier, as the one that ends threads
         _at_end.append(multiprocessing.util.Finalize(None, serve_to_the_end, exitpriority=0))
 
 
@@ -75,7 +75,7 @@ def failed() -> bool:
 
 
 def _leave_failed() -> None:
-    """Say that the program has failed, which ends this rank's waits for others, before anything waits for those."""
+    """If the program has failed, tell the other ranks, and end this rank's waits before another exit handler waits."""
     if failed():
         for service in list(running):
             service.abandon(How.FAILED)

@@ -103,8 +103,8 @@ class Ring:
         """Begin to listen, for a service that goes on when the process ends.
 
         Args:
-            over: called on the ring's thread as its last act; it calls :meth:`drop`. asked: called there with a message
-                that asks for state.
+            service: what :mod:`.process_exit` ends with the process. over: called on the ring's thread as its last act;
+                it calls :meth:`drop`. asked: called there with a message that asks for state.
         """
         self.thread = threading.Thread(target=self._listen, args=(thread_device(), asked, over), name="zero_opt ring")
         process_exit.add(service)
@@ -193,11 +193,11 @@ class Ring:
             error.__traceback__, error = None, error.__cause__ or error.__context__
         self._side.close()
 
-    def close(self, how: How, leave: Callable[[How], None]) -> bool:
-        """Close, unless this rank has; return whether it had not.
+    def close(self, how: How, announce: Callable[[How], None]) -> bool:
+        """Close this rank's place in the ring; return ``False`` if it was closed already, or in a forked child.
 
         Args:
-            how: how this rank leaves. leave: announces that.
+            how: how this rank leaves. announce: called with it, under the lock; tells the other ranks.
         """
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
@@ -206,7 +206,7 @@ class Ring:
             if self.closed:
                 return False
             self.closed = True
-            leave(how)
+            announce(how)
         if how is How.FAILED:
             self._departures.leave()
         elif how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
@@ -236,7 +236,7 @@ class UnservedRing(Ring):
             self._side.interrupt()
 
     def _leave(self, how: How) -> None:
-        # read on until the connection breaks: the rank before this one may wait until its BROKEN is read
+        # keeps _listen() going until the connection breaks: the rank before this one may wait until its BROKEN is read
         self.told = True
         if self.lost is None:
             self.tell(Departure(self._side.rank, how, self._watch.step, self._departures.calls))

@@ -120,8 +120,8 @@ class NativeHooks(ArrivalHooks):
 
     The function notes that a gradient has come before it calls Python, so it needs no other hook before it. Two kinds
     of parameters keep the hooks of :class:`ArrivalHooks`, and all their gradients go through Python: those that already
-    have hooks, one of which may raise, and those of a subclass of Parameter, whose code may run when ``p.grad`` is read
-    or set. In a torch function mode, the function leaves every gradient to Python.
+    have hooks, one of which may raise, and those of a subclass of Tensor or Parameter, whose code may run when
+    ``p.grad`` is read or set. In a torch function mode, the function leaves every gradient to Python.
     """
 
     def _registered(self, index: int, param: Any) -> list[Any]:

@@ -151,9 +151,9 @@ class OverlappedReduction(GradReduction, GradOwner):
             if index in self._in_round:
                 self._open_round()
             self._take(index)
-            buckets = self._places, self._fills, self._sums, self._rounds, self._withdrawn
-            native_round = NativeRound(task, self._in_round, self._shown, *buckets, self._local)
-            if self._task == task:  # else a signal's handler, or a finalizer, has ended the round
+            lists = self._places, self._fills, self._sums, self._rounds, self._withdrawn
+            native_round = NativeRound(task, self._in_round, self._shown, *lists, self._local)
+            if self._task == task:  # else a handler or a finalizer, which that may run, has ended the round
                 self._native_round = native_round
 
     def _take(self, index: int) -> None:

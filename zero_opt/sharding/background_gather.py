@@ -209,7 +209,7 @@ class BackgroundGather(ParamGather):
         return not {flat.param for flat in self._partition.flats.values()}.isdisjoint(params)
 
     def watch_late(self) -> None:
-        for index in [*self._arriving]:  # a signal's handler, or another thread, may await parameters
+        for index in [*self._arriving]:  # a copy: a signal's handler, or another thread, may remove what has arrived
             self._late.mark(flat.param for flat in self._partition.buckets[index].params)
 
     def unwatch(self) -> None:

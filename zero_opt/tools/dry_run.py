@@ -77,8 +77,22 @@ def sketch_of(param: Tensor, group: int, device: torch.device, label: str) -> Sk
     return Sketch(FlatParam(like, label), group, device, param.requires_grad)
 
 
+class _Arriving(NamedTuple):
+    """A message that is received: the one that this rank has sent under the same name by then, else zeros."""
+
+    into: Tensor
+    sent: dict[tuple[int, int], Tensor]
+    name: tuple[int, int]
+
+    def wait(self) -> None:
+        """Have it arrive."""
+        self.into.zero_()
+        if self.name in self.sent:
+            self.into.copy_(self.sent.pop(self.name))
+
+
 class _Silent:
-    """A process group whose peers send at once, the same headers of exchanges as this rank, and else zeros."""
+    """A process group whose peers send the same headers of exchanges as this rank, and else zeros."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -92,11 +106,8 @@ class _Silent:
             self._headers[dst, tag] = tensor
         return self
 
-    def receive_from(self, tensor: Tensor, src: int, tag: int) -> _Silent:
-        tensor.zero_()
-        if (src, tag) in self._headers:
-            tensor.copy_(self._headers.pop((src, tag)))
-        return self
+    def receive_from(self, tensor: Tensor, src: int, tag: int) -> _Arriving:
+        return _Arriving(tensor, self._headers, (src, tag))
 
     def wait(self) -> None:
         """Nothing is under way."""

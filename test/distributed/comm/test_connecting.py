@@ -54,12 +54,12 @@ def _few_descriptors() -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def _few_threads(names: str = "zero_opt") -> Callable[[], None]:
-    """The system refuses to start threads whose names begin so."""
+def _few_threads(prefix: str = "zero_opt") -> Callable[[], None]:
+    """Refuse to start threads whose names begin with ``prefix``, as a system at its limit does."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name.startswith(names):
+        if thread.name.startswith(prefix):
             raise RuntimeError("can't start new thread")
         start(thread)
 

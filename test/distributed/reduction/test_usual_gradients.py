@@ -130,7 +130,7 @@ WAYS: list[Backwards] = [
 
 def _trained(rank: int, world_size: int, backwards: Backwards, native: bool) -> list[Tensor]:
     params = _model()
-    reduction = zero_opt.Overlapped(bucket_mb=5 * ALIGN * 4 / 2**20)  # five parameters, each in as many bytes
+    reduction = zero_opt.Overlapped(bucket_mb=5 * ALIGN * 4 / 2**20)  # five parameters, each padded to ALIGN
     with mock.patch.object(autograd_hooks, "native_available", return_value=native):
         optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, reduction=reduction)
         for _ in range(3):

@@ -150,15 +150,17 @@ def test_the_last_rank_that_closes_ends_the_ring_once_nobody_takes_its_state(tmp
 
 
 def _ends_beside_a_lost_rank(rank: int, world_size: int) -> list[BaseException | None]:
-    """A rank dies while what this one has told it of its own end is on its way."""
+    """Rank 1 closes first. Rank 0 closes last, and its message to rank 1 fails."""
     raised: list[BaseException | None] = []
     threading.excepthook = lambda arguments: raised.append(arguments.exc_value)
     _, optimizer = make_stepped(2)
     service: Any = service_of(optimizer)
     service._ring.wait_passed = mock.Mock(side_effect=zero_opt.PeerLost("rank 1 has ended"))
     dist.barrier()
+    if rank == 0:
+        assert until(lambda: not service._ring.open, PATIENCE_S)
     optimizer.close()
-    until(lambda: service not in process_exit.running, PATIENCE_S)
+    assert until(lambda: service not in process_exit.running, PATIENCE_S)
     return raised
 
 

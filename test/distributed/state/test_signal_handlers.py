@@ -126,7 +126,10 @@ def test_inside_a_step_it_is_refused_and_names_the_step(offload: str) -> None:
 
 
 def _as_a_step_ends(rank: int, world_size: int) -> list[str]:
-    """The handler awaits the parameters that step() leaves to arrive in the background, and is about to look after."""
+    """A signal interrupts the end of step(), as it begins to watch parameters that are still on their way.
+
+    Its handler waits for all of them.
+    """
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     reduction = zero_opt.Overlapped(1e-4, overlap_param_gather=net)
     optimizer = zero_opt.ShardedOptimizer(net.parameters(), torch.optim.AdamW, reduction=reduction)
@@ -139,7 +142,9 @@ def _as_a_step_ends(rank: int, world_size: int) -> list[str]:
         _interrupt()
         mark(params)
 
-    for late.mark in (interrupted if rank == 0 else mark, mark):
+    if rank == 0:
+        late.mark = interrupted
+    for _ in range(2):
         net(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     optimizer.flush()
@@ -147,5 +152,5 @@ def _as_a_step_ends(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_as_a_step_ends_it_leaves_the_step_alone() -> None:
+def test_as_a_step_ends_it_does_not_break_the_step() -> None:
     assert run_processes(2, _as_a_step_ends) == [[""], []]

@@ -164,10 +164,10 @@ class MeshGroup(Group):
         """
         parent, timeout = _parent_of(self._device_mesh, self.ranks), self._checks.timeout
         broken = [*broken_connections(parent)]
-        if broken:  # of several, at most one ended by itself: a rank that leaves training breaks all of its own
+        if broken:  # if several, nothing tells who ended first: a rank that leaves training breaks all of its own
             ((rank, words), *others) = broken
-            which = "connections have" if others else f"connection to {rank_name(rank, parent.ranks[rank])} has"
-            raise PeerLost(f"the mesh's {which} broken; restart from the last checkpoint ({words})")
+            what = "connections have" if others else f"connection to {rank_name(rank, parent.ranks[rank])} has"
+            raise PeerLost(f"the mesh's {what} broken; restart from the last checkpoint ({words})")
         timeout_s = waited_for(parent.timeout_s if timeout is None else timeout)
         limits, must = HostLimits(timeout_s=timeout_s), "construct it" if call == _CONSTRUCTION else "make that call"
         times = waited_for(parent.timeout_s), timeout_s, self._checks.hang_timeout
@@ -195,8 +195,8 @@ class MeshGroup(Group):
         self.watch = self._ring = None
 
     def _user_groups(self) -> Iterable[dist.ProcessGroup]:
-        """Yield the mesh's process groups that are not destroyed, once there are connections."""
-        return () if self._parent is None else (pg for pg, _ in self._parent.alive())
+        """Yield the mesh's process groups that still exist; none before there are connections."""
+        return () if self._parent is None else (pg for pg, _ in self._parent.existing_groups())
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -213,9 +213,10 @@ class MeshGroup(Group):
 
 
 def sharing_a_process_group(groups: Collection[MeshGroup]) -> list[MeshGroup]:
-    """Return this process's connected groups whose mesh has a process group in common with one of these.
+    """Return the connected groups of this process that share a process group with any of ``groups``.
 
-    Their connections break together. Of these themselves all that are connected are among them.
+    The connections of such groups break together. Connected members of ``groups`` are always included, even where their
+    process groups no longer exist.
     """
     mine = {pg for group in groups for pg in group._user_groups()}
     return [group for group in [*_connected] if group in groups or not mine.isdisjoint(group._user_groups())]
@@ -260,5 +261,5 @@ def _disconnect(parent: Parent) -> None:
 
     FSDP's collectives end with it, as they do when a wait of gloo's times out.
     """
-    for pg, _ in parent.alive():
+    for pg, _ in parent.existing_groups():
         break_connections(pg, others_in(pg))

@@ -62,7 +62,7 @@ class ColumnSlice(FollowedParams, MadeState):
         if self.to_read(0):
             run, master = self.param_run(0), self._at_home()["param"]
             require_writable(master)
-            follow_param(master, run)
+            follow_param(master, run)  # without a master, itself
             follow_param(self.selected["param"], self.take(run))
             self.follow(0)
 

@@ -30,12 +30,13 @@ from ..native_rules import COLUMN_SELECTED, COLUMN_STEPS, WAITING, WINDOW
 _SQUARED_NUMEL = 1 << 18
 # Loads of plain optimizers make floating-point numbers of bools; of narrower ones, torch compares no elements.
 _DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Steps, those in the window, those since selection (-1: never), those of a window; gradients that wait.
-_LEAST = (0, 0, -1, 0, 0)
+# The steps since a selection, before any.
+NEVER = -1
+# Steps, those in the window, those since selection, those of a window; gradients that wait.
+_LEAST = (0, 0, NEVER, 0, 0)
 # Of ``update_interval="auto"``.
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 4, 16
 _MUCH_LEFT, _LITTLE_LEFT = 0.75, 0.5
-NEVER = -1
 
 
 def is_matrix(shape: torch.Size) -> bool:

@@ -31,7 +31,7 @@ from .columns import NEVER, Schedule, check_columns, is_matrix, select_columns, 
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute that is the inner placement's."""
+    """Return a property that reads the attribute ``name`` of the inner placement."""
     return property(lambda self: getattr(self._inner, name))
 
 

@@ -149,6 +149,7 @@ def _made_after_a_loss(rank: int, world_size: int) -> str:
     store: Any = dist.distributed_c10d._get_default_store()
     dist.barrier()
     said = ""
+    waits_beside._COURTESY_S = PATIENCE_S
     if rank == 1:
         _ends("fails", optimizer)
     else:
