@@ -484,7 +484,7 @@ def _broken_in_the_middle(rank: int, world_size: int) -> None:
     optimizer.step()
     with pytest.raises(Failed):
         ddp(torch.ones(3, 4), breaks=True).sum().backward()
-    said = "call zero_grad.. on every rank and repeat it; if Dist.* make it and the optimizer anew on every rank"
+    said = "call opt.zero_grad.. on every rank and repeat it; if Dist.* make it and the optimizer anew on every rank"
     with pytest.raises(zero_opt.StepDesync, match=said):
         optimizer.step()
     optimizer.close()
