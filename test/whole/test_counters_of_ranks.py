@@ -36,7 +36,7 @@ def _train(rank: int, world_size: int, exchange: str, counter: str, start: int) 
         headed = engine.parts.exchanges["cpu"].headed
         headed._sent = dict.fromkeys(headed._sent, start)
         for inbox in headed._inbox.values():
-            inbox._count = inbox._headers_begun = start
+            inbox._count = start
     for step in range(5):
         if counter == "epoch":
             engine.count.epoch = start

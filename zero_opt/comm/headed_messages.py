@@ -42,9 +42,8 @@ class _Inbox:
     """Messages from one peer, in the order it sent them: a header, then the data of one exchange."""
 
     def __init__(self, messages: PeerMessages, peer: int) -> None:
-        self._messages, self._peer = messages, peer
-        self._count = self._headers_begun = 0  # exchanges of which data, and a header, has begun to be received
-        self._headers: deque[tuple[Any, Tensor]] = deque()
+        self._messages, self._peer, self._count = messages, peer, 0
+        self._headers: deque[tuple[Any, Tensor]] = deque()  # being received, of the exchanges from _count on
         self._next: tuple[Ident, list[int]] | None = None
 
     def _peek(self) -> tuple[Ident, list[int]]:
@@ -53,8 +52,8 @@ class _Inbox:
             headers = self._headers  # which close() replaces
             while len(headers) < _HEADERS_AHEAD:
                 header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
-                headers.append((self._messages.receive_from(header, self._peer, 2 * self._headers_begun), header))
-                self._headers_begun = (self._headers_begun + 1) % TAG_MODULUS
+                tag = 2 * ((self._count + len(headers)) % TAG_MODULUS)
+                headers.append((self._messages.receive_from(header, self._peer, tag), header))
             work, header = headers[0]
             work.wait()
             headers.popleft()
