@@ -42,7 +42,7 @@ from .consumed_grad import ConsumedGrad, GradOwner, not_held_here, set_again, sp
 from .dropped_grads import OwnSums, require_same_restarts
 from .grad_places import GradPlaces
 from .interface import GradReduction, GradShard, OwnRounds, ReductionParts, SealedRound
-from .round_matching import RoundMatching, order_digest, require_same_order
+from .round_matching import RoundMatching, left_early, order_digest, require_same_order
 from .shard_squares import ShardSquares
 
 
@@ -353,7 +353,7 @@ class OverlappedReduction(GradReduction, GradOwner):
             reduced.append(self._futures[-1].result(0))
         self._partition.join()
         if not all(reduced):
-            raise StepDesync("another rank left this backward early; call opt.zero_grad() on every rank and repeat it")
+            raise left_early()
         self._forget_rounds()
         if self._planned_in_step:  # what came of those buckets came now: a backward shows when they are complete
             self._completed = []

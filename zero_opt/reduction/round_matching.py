@@ -47,6 +47,11 @@ def require_same_order(agreed: StepAgreement) -> None:
             )
 
 
+def left_early() -> StepDesync:
+    """Return the error of a backward that another rank has not gone through with."""
+    return StepDesync("another rank left this backward early; call opt.zero_grad() on every rank and repeat it")
+
+
 class RoundMatching:
     """A count of rounds, which tells when a collective may be launched; see [Note: abandoned rounds].
 
@@ -113,7 +118,7 @@ class RoundMatching:
             yield from self._unnamed(order)
         self.abandoned += behind
         if not held and len(abandoned) > 1:
-            raise StepDesync("another rank left this backward early; call opt.zero_grad() on every rank and repeat it")
+            raise left_early()
 
     def _unnamed(self, indices: Sequence[int]) -> Iterator[GradBucket]:
         """Yield the buckets among these whose collectives have no names."""

@@ -113,17 +113,22 @@ def _ends(how: str, optimizer: zero_opt.ShardedOptimizer) -> None:
             process_exit.serve_to_the_end()
 
 
+def _wait_for_all(rank: int, world_size: int) -> None:
+    """Wait until all ranks are here, by the store alone: connections may have broken."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"over {rank}", "")
+    store.wait([f"over {other}" for other in range(world_size)])
+
+
 def _one_ends(rank: int, world_size: int, how: str, call: str, options: Any) -> str:
     _, optimizer = _made(rank, (world_size,), **options)
-    store: Any = dist.distributed_c10d._get_default_store()
     dist.barrier()
     said = ""
     if rank == 1:
         _ends(how, optimizer)
     else:
         said = _lost(lambda: CALLS[call](optimizer))
-    store.set(f"over {rank}", "")
-    store.wait([f"over {other}" for other in range(world_size)])
+    _wait_for_all(rank, world_size)
     return said
 
 
@@ -146,7 +151,6 @@ def test_a_rank_that_leaves_is_named_with_its_step_and_how_it_left(how: str, cal
 def _made_after_a_loss(rank: int, world_size: int) -> str:
     """Rank 1 fails. The others break their connections, so that no rank waits, and make an optimizer anew."""
     net, optimizer = _made(rank, (world_size,))
-    store: Any = dist.distributed_c10d._get_default_store()
     dist.barrier()
     said = ""
     waits_beside._COURTESY_S = PATIENCE_S
@@ -155,8 +159,7 @@ def _made_after_a_loss(rank: int, world_size: int) -> str:
     else:
         _lost(lambda: optimizer.clip_grad_norm_(1.0))
         said = _lost(lambda: sharded_optimizer(net))
-    store.set(f"over {rank}", "")
-    store.wait([f"over {other}" for other in range(world_size)])
+    _wait_for_all(rank, world_size)
     return said
 
 
@@ -168,7 +171,6 @@ def test_connections_that_broke_together_name_no_rank() -> None:
 def _leaves_as_state_travels(rank: int, world_size: int) -> str:
     """Rank 1 ends by an exception of its own before it sends its part; the others wait in FSDP's collective."""
     _, optimizer = _made(rank, (world_size,))
-    store: Any = dist.distributed_c10d._get_default_store()
     if rank == 1:
         interrupted = mock.patch.object(mesh_params, "full_copy", side_effect=KeyboardInterrupt)
         with interrupted, pytest.raises(KeyboardInterrupt):
@@ -176,8 +178,7 @@ def _leaves_as_state_travels(rank: int, world_size: int) -> str:
         said = ""
     else:
         said = _lost(lambda: optimizer.consolidate_state_dict(0))
-    store.set(f"over {rank}", "")
-    store.wait([f"over {other}" for other in range(world_size)])
+    _wait_for_all(rank, world_size)
     return said
 
 
