@@ -131,7 +131,7 @@ def fma(numel: int, a: int, b: int, c: int, out: int, isa: str = "") -> None:
     """out = a * b + c over fp32 elements, rounded once: the kernels' own multiply-add, for tests."""
 
 def mean(numel: int, dtype: str, sources: Sequence[int], out: int, add: bool, divisor: int = 0) -> None:
-    """Mean of the chunks at ``sources``, added in order, to ``out``, which overlaps none of them; GIL released.
+    """Mean of the chunks at ``sources``, added in order, to ``out``, which may be one of them; GIL released.
 
     ``dtype`` is "float32", "float64", "bfloat16" or "float16" (both summed in fp32, rounded once), of all of them. With
     ``add``, the mean, rounded, is added to what is there. ``divisor``: what the sum is divided by, if not their number.

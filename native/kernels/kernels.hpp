@@ -99,7 +99,8 @@ struct MomentRun {
   float* plain_exp_avg_sq;
 };
 
-// count >= 2 chunks of numel elements, one per rank, and where their sum goes, or is added to, once it is divided.
+// count >= 2 chunks of numel elements, one per rank, and where their sum goes, or is added to, once it is divided; one of
+// the chunks may be there.
 struct MeanRun {
   std::int64_t numel;
   std::int32_t count;

@@ -36,14 +36,15 @@ struct Float16 {
   static Stored store(Sum sum) { return float_to_fp16(sum); }
 };
 
-// Two ranks' chunks in one loop. Out shares no memory with the sources.
+// Two ranks' chunks in one loop. Out may be one of them.
 template <typename As>
 void mean_of_two(const MeanRun& run) {
   using Stored = typename As::Stored;
   const Stored* first = static_cast<const Stored*>(run.sources[0]);
   const Stored* second = static_cast<const Stored*>(run.sources[1]);
-  Stored* __restrict__ out = static_cast<Stored*>(run.out);
+  Stored* out = static_cast<Stored*>(run.out);
   const typename As::Sum count = 2;
+#pragma GCC ivdep
   for (std::int64_t i = 0; i < run.numel; ++i) {  // vectorise
     out[i] = As::store((As::load(first[i]) + As::load(second[i])) / count);
   }
@@ -90,7 +91,7 @@ void tree_sum(const MeanRun& run, std::int32_t low, std::int32_t high, const Str
 
 template <typename As>
 void mean_block(const MeanRun& run, const Stretch& stretch) {
-  typename As::Stored* __restrict__ out = static_cast<typename As::Stored*>(run.out) + stretch.start;
+  auto* out = static_cast<typename As::Stored*>(run.out) + stretch.start;
   const typename As::Sum divisor = static_cast<typename As::Sum>(run.divisor);
   typename As::Sum total[kMeanBlock];
   tree_sum<As>(run, 0, run.count, stretch, total);

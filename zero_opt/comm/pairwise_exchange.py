@@ -1,13 +1,15 @@
 """The exchange of buckets by messages between two ranks, for gloo, whose reduce-scatter is an all-reduce in disguise.
 
 Each rank sends every peer just the part that the peer owns. What lies together in memory for long enough is sent from
-there, and received where it is wanted; shorter runs are put together in a buffer. A bucket's runs and shards are the
-same on every rank, so both ends of a message cut it alike.
+there, and received where it is wanted; all shorter runs of a part are put together in a buffer, as one message. A
+bucket's runs and shards are the same on every rank, so both ends of a message cut it alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +23,10 @@ from .exchange import (
     Ident,
     ParamRuns,
     Run,
-    RunSpan,
     StagingPool,
     add_mean,
     copy_all,
     of_lane,
-    paired,
-    put_together,
     run_spans_within,
 )
 from .headed_messages import MOST_MESSAGES, TAG_MODULUS, HeadedMessages, PeerMessages
@@ -36,8 +35,10 @@ from .transfers import wait_all
 
 # Runs of fewer bytes share a message: copying them costs less than a message of their own.
 _LEAST_BYTES = 1 << 20
-# No shard is cut into more messages: a run that is sent by itself has at least 1/12 of it.
-_MOST_DIRECT = (MOST_MESSAGES - 1) // 2
+# No shard is cut into more messages: a run that is sent by itself has at least 1/24 of it.
+_MOST_DIRECT = MOST_MESSAGES - 1
+# Buckets and pieces whose plans are kept from step to step.
+_MOST_PLANS = 1024
 # Buffers of the pool. Two gathers may be under way at a time, but no reduction with them.
 SENT, RECEIVED, _ZEROS = 3, 4, 5
 _GATHERED = (SENT, RECEIVED)
@@ -45,44 +46,72 @@ _GATHERED = (SENT, RECEIVED)
 _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
 
-class Stretch(NamedTuple):
-    """Elements of a bucket that are one message, and the runs that have them."""
+class Part(NamedTuple):
+    """Elements of a run: its turn among the runs, and which of it, and of the rank's shard, they are."""
 
-    span: Span
-    run_spans: Sequence[RunSpan]
-
-    def is_in_place(self, dtype: torch.dtype) -> bool:
-        """Return whether the elements lie together in memory, in this dtype."""
-        if len(self.run_spans) != 1:
-            return False
-        run, span = self.run_spans[0]
-        return span == self.span and run.tensor is not None and run.tensor.dtype is dtype
-
-    def in_place(self, dtype: torch.dtype) -> Tensor | None:
-        """Return a view of the elements where they are, if :meth:`is_in_place`."""
-        if not self.is_in_place(dtype):
-            return None
-        run = self.run_spans[0].run
-        values, start = run.values, self.span.start - run.start
-        return None if values is None else values[start : start + self.span.numel]
+    turn: int
+    in_run: slice
+    in_shard: slice
 
 
-def plan_messages(runs: Sequence[Run], low: int, high: int, itemsize: int) -> list[Stretch]:
-    """Cut elements ``low`` to ``high`` of a bucket so that each run that is long enough is a message by itself."""
-    least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
-    messages, begin, short = list[Stretch](), low, list[RunSpan]()
-    for run_span in run_spans_within(runs, Span(low, high)):
-        start, stop = run_span.span
-        if stop - start >= least:
-            if begin < start:
-                messages.append(Stretch(Span(begin, start), short))
-            messages.append(Stretch(run_span.span, [run_span]))
-            begin, short = stop, []
-        else:
-            short.append(run_span)
-    if begin < high:
-        messages.append(Stretch(Span(begin, high), short))
-    return messages
+class Parcel(NamedTuple):
+    """Elements of one rank's shard that are one message: of a long run, or of all others one after another.
+
+    Attributes:
+        numels: of the parts. numel: of all of them.
+    """
+
+    parts: Sequence[Part]
+    numels: list[int]
+    numel: int
+
+    def is_in_place(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+        """Return whether the elements lie together in memory, in this dtype; ``values``: of all runs."""
+        tensor = values[self.parts[0].turn]
+        return len(self.parts) == 1 and tensor is not None and tensor.dtype is dtype
+
+    def views(self, values: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """Yield the elements of each part where they are, or ``None`` where all are zero."""
+        for turn, in_run, _ in self.parts:
+            whole = values[turn]
+            yield None if whole is None else whole[in_run]
+
+
+Plan = Sequence[Parcel]
+
+
+def staged(plans: Mapping[int, Plan], values: Sequence[Tensor | None], dtype: torch.dtype) -> Iterator[Parcel]:
+    """Yield the parcels that do not lie together in memory, in this dtype; ``values``: of all runs."""
+    return (parcel for plan in plans.values() for parcel in plan if not parcel.is_in_place(values, dtype))
+
+
+def plan_messages(runs: Sequence[Run], bounds: Sequence[int], itemsize: int) -> Sequence[Plan]:
+    """Return the messages that carry each rank's shard of a bucket, none of them empty."""
+    return _planned(tuple([(run.start, run.numel) for run in runs]), tuple(bounds), itemsize)
+
+
+@lru_cache(_MOST_PLANS)
+def _planned(runs: Sequence[tuple[int, int]], bounds: Sequence[int], itemsize: int) -> Sequence[Plan]:
+    bare = [Run(start, numel, None) for start, numel in runs]
+    turns = {run.start: turn for turn, run in enumerate(bare)}
+    plans = list[Plan]()
+    for low, high in pairwise(bounds):
+        least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
+        direct, short = list[Parcel](), list[Part]()
+        for (start, *_), span in run_spans_within(bare, Span(low, high)):
+            in_run, in_shard = (slice(span.start - origin, span.stop - origin) for origin in (start, low))
+            part = Part(turns[start], in_run, in_shard)
+            if span.numel >= least:
+                direct.append(_parcel([part]))
+            else:
+                short.append(part)
+        plans.append([*direct, _parcel(short)] if short else direct)
+    return plans
+
+
+def _parcel(parts: Sequence[Part]) -> Parcel:
+    numels = [part.in_run.stop - part.in_run.start for part in parts]
+    return Parcel(parts, numels, sum(numels))
 
 
 class _ShardMessages(NamedTuple):
@@ -98,36 +127,37 @@ class _ShardMessages(NamedTuple):
 
 
 class _Staging:
-    """A pooled buffer, for the stretches of one exchange that do not lie together in the dtype in which they travel."""
+    """A pooled buffer, for parcels that do not lie together in the dtype in which they travel."""
 
-    def __init__(
-        self, pool: StagingPool, slot: int, dtype: torch.dtype, device: torch.device, plans: Iterable[list[Stretch]]
-    ) -> None:
-        """``plans``: all stretches of the exchange that travel in this dtype."""
-        numel = sum(one.span.numel for plan in plans for one in plan if not one.is_in_place(dtype))
-        self.buffer, self._used = pool.buffer(slot, numel, dtype, device), 0
+    def __init__(self, pool: StagingPool, slot: int, like: Tensor, parcels: Iterable[Parcel]) -> None:
+        """``like``: of the dtype and device. ``parcels``: all that need room here."""
+        numel = sum(parcel.numel for parcel in parcels)
+        self._again = partial(pool.buffer, slot, numel, like.dtype, like.device)
+        self.buffer, self._used = self._again(), 0
 
-    def room(self, stretch: Stretch) -> Tensor:
+    def is_current(self) -> bool:
+        """Return whether the pool has not replaced the buffer."""
+        return self._again().data_ptr() == self.buffer.data_ptr()
+
+    def room(self, parcel: Parcel) -> Tensor:
         """Return the next elements of the buffer."""
-        self._used += stretch.span.numel
-        return self.buffer[self._used - stretch.span.numel : self._used]
+        start, self._used = self._used, self._used + parcel.numel
+        return self.buffer[start : self._used]
 
-    def filled(self, stretch: Stretch) -> Tensor:
-        """Return a stretch's elements, in place or put together here, with zeros where there are none."""
-        here = stretch.in_place(self.buffer.dtype)
-        return put_together(stretch.run_spans, stretch.span.start, self.room(stretch)) if here is None else here
-
-    def messages_of(self, plan: list[Stretch]) -> _ShardMessages:
-        """Return stretches of parameters, in place or with room here."""
+    def messages_of(self, plan: Plan, values: Sequence[Tensor | None]) -> _ShardMessages:
+        """Return parcels in place or with room here, which has zeros where a run has no elements."""
         shard = _ShardMessages([], [], [])
-        for stretch in plan:
-            here = stretch.in_place(self.buffer.dtype)
-            if here is None:
-                here = self.room(stretch)
-                values, places = paired(stretch.run_spans, stretch.span.start, here)
-                shard.values.extend(values)
-                shard.places.extend(places)
-            shard.messages.append(here)
+        for parcel in plan:
+            if parcel.is_in_place(values, self.buffer.dtype):
+                shard.messages.extend(view for view in parcel.views(values) if view is not None)
+                continue
+            shard.messages.append(room := self.room(parcel))
+            for place, value in zip(torch.split_with_sizes(room, parcel.numels), parcel.views(values), strict=True):
+                if value is None:
+                    place.zero_()
+                else:
+                    shard.places.append(place)
+                    shard.values.append(value)
         return shard
 
 
@@ -148,6 +178,12 @@ class Gathering:
     def end(self) -> None:
         """Wait until this rank's shard is sent."""
         wait_all(self._sends)
+
+    def complete(self) -> None:
+        """Wait for every peer's shard, and until this rank's is sent, by one call."""
+        wait_all([*chain(*self._receives.values()), *self._sends])
+        for peer in self._receives:
+            copy_all(self._arriving[peer].values, self._arriving[peer].places)
 
 
 class PairwiseExchange(Exchange):
@@ -196,64 +232,92 @@ class PairwiseExchange(Exchange):
 
     def _reduce_piece(self, reduction: BucketReduction) -> CallStages[bool]:
         ident, runs, bounds, out, _, lane, _ = reduction
-        own = Span(bounds[self.rank], bounds[self.rank + 1])
-        dtypes = {peer: self.sent_as(out.dtype, peer) for peer in self._peers}
-        shards, works, complete = self._room_for(own, self._peers, out, lane), list[Any](), True
-        arriving, to_receive, outgoing = dict(shards), dict[torch.dtype, list[Span]](), dict[int, list[Tensor]]()
-        for dtype in set(dtypes.values()):
-            alike = [peer for peer in self._peers if dtypes[peer] is dtype]
-            plans = {peer: plan_messages(runs, bounds[peer], bounds[peer + 1], dtype.itemsize) for peer in alike}
-            staging = _Staging(self._pool, of_lane(SENT, lane), dtype, out.device, plans.values())
-            outgoing |= {peer: [staging.filled(stretch) for stretch in plan] for peer, plan in plans.items()}
-            to_receive[dtype] = [stretch.span for stretch in plan_messages(runs, *own, dtype.itemsize)]
-            if dtype is not out.dtype:
-                arriving |= self._room_for(own, alike, out.new_empty(0, dtype=dtype), lane)
+        plans, values = plan_messages(runs, bounds, out.element_size()), [run.values for run in runs]
+        outgoing, narrow = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        for dtype, peers in self._by_dtype(out.dtype).items():
+            like = out.new_empty(0, dtype=dtype)
+            outgoing |= self._outgoing({peer: plans[peer] for peer in peers}, values, like, lane)
+            narrow |= self._room_for(peers, plans[self.rank], like, lane) if dtype is not out.dtype else {}
+        in_out = None if narrow or any(run.add for run in runs) else out
+        shards = self._room_for(self._peers, plans[self.rank], out, lane, in_out)
         numbers = {peer: self.headed.announce(peer, ident, outgoing[peer]) for peer in self._peers}
         yield None
-        for peer, dtype in dtypes.items():
+        works, complete, arriving = list[Any](), True, shards | narrow
+        for peer in self._peers:
             if self.headed.is_in(peer, ident):
-                into = [arriving[peer][low - own.start : high - own.start] for low, high in to_receive[dtype]]
-                works += self.headed.receive(peer, into)
+                works += self.headed.receive(peer, arriving[peer])
             else:
                 complete = False
             self.headed.send(peer, numbers[peer], outgoing[peer])
-            self._sent_nbytes += sum(tensor.nbytes for tensor in outgoing[peer])
+            self._sent_nbytes += sum([tensor.nbytes for tensor in outgoing[peer]])
         yield None
         wait_all(works)
         if complete:
-            for peer, shard in shards.items():
-                if arriving[peer] is not shard:
-                    shard.copy_(arriving[peer])
-            self._add_up(runs, own, shards, out)
+            for peer, received in narrow.items():
+                copy_all(shards[peer], received)
+            self._add_up(plans[self.rank], runs, values, shards, out)
             for peer, number in numbers.items():
                 self.headed.end(peer, number)
         return complete
 
-    def _room_for(self, own: Span, peers: Sequence[int], like: Tensor, lane: int) -> dict[int, Tensor]:
-        """Return room for this rank's shard as some peers have it."""
-        room = self._pool.buffer(of_lane(RECEIVED, lane), len(peers) * own.numel, like.dtype, like.device)
-        return {peer: room[turn * own.numel : (turn + 1) * own.numel] for turn, peer in enumerate(peers)}
+    def _by_dtype(self, dtype: torch.dtype) -> Mapping[torch.dtype, list[int]]:
+        """Return the peers, by the dtype in which gradients of a dtype travel to and from them."""
+        if not self._rounded:
+            return {dtype: self._peers}
+        found = dict[torch.dtype, list[int]]()
+        for peer in self._peers:
+            found.setdefault(self.sent_as(dtype, peer), []).append(peer)
+        return found
 
-    def _add_up(self, runs: Sequence[Run], own: Span, shards: Mapping[int, Tensor], out: Tensor) -> None:
-        """Add up this rank's shard and what the peers have sent of it."""
-        for run, (low, high) in run_spans_within(runs, own):
-            there = slice(low - own.start, high - own.start)
-            if run.values is None:
-                values = self._pool.buffer(_ZEROS, high - low, out.dtype, out.device).zero_()
-            else:
-                values = run.values[low - run.start : high - run.start]
-            parts = [values if rank == self.rank else shards[rank][there] for rank in range(self.world_size)]
-            add_mean(parts, out[there], add=run.add)
+    def _outgoing(
+        self, plans: Mapping[int, Plan], values: Sequence[Tensor | None], like: Tensor, lane: int
+    ) -> dict[int, list[Tensor]]:
+        """Return messages of gradients, by the peers that they are for."""
+        staging = _Staging(self._pool, of_lane(SENT, lane), like, staged(plans, values, like.dtype))
+        outgoing = {peer: staging.messages_of(plan, values) for peer, plan in plans.items()}
+        for shard in outgoing.values():
+            copy_all(shard.places, shard.values)
+        return {peer: shard.messages for peer, shard in outgoing.items()}
+
+    def _room_for(
+        self, peers: Sequence[int], plan: Plan, like: Tensor, lane: int, out: Tensor | None = None
+    ) -> dict[int, list[Tensor]]:
+        """Return room for this rank's parcels as peers have them, a tensor each.
+
+        Args:
+            out: this rank's shard, if it may be overwritten: there is room for one peer's parcels of one part.
+        """
+        first = [parcel for parcel in plan if out is None or len(parcel.parts) > 1]
+        parcels = chain(first, *[plan] * (len(peers) - 1))
+        staging, room = _Staging(self._pool, of_lane(RECEIVED, lane), like, parcels), dict[int, list[Tensor]]()
+        for peer in peers:
+            room[peer] = [
+                staging.room(parcel) if out is None or len(parcel.parts) > 1 else out[parcel.parts[0].in_shard]
+                for parcel in plan
+            ]
+            out = None
+        return room
+
+    def _add_up(
+        self,
+        plan: Plan,
+        runs: Sequence[Run],
+        values: Sequence[Tensor | None],
+        shards: Mapping[int, list[Tensor]],
+        out: Tensor,
+    ) -> None:
+        """Add up this rank's shard, and what the peers have sent of it."""
+        for turn, parcel in enumerate(plan):
+            theirs = {peer: torch.split_with_sizes(messages[turn], parcel.numels) for peer, messages in shards.items()}
+            by_rank = [theirs.get(rank) or parcel.views(values) for rank in range(self.world_size)]
+            for part, *terms in zip(parcel.parts, *by_rank, strict=True):
+                there = out[part.in_shard]
+                if terms[self.rank] is None:
+                    terms[self.rank] = self._pool.buffer(_ZEROS, there.numel(), out.dtype, out.device).zero_()
+                add_mean(terms, there, add=runs[part.turn].add)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
-        gathering = self.start_gather(ident, runs, bounds, self._peers)
-
-        def finish() -> None:
-            for peer in reversed(self._peers):
-                gathering.arrive(peer)
-            gathering.end()
-
-        return finish
+        return self.start_gather(ident, runs, bounds, self._peers).complete
 
     def start_gather(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int], peers: Sequence[int]) -> Gathering:
         """Start to exchange shards with some peers, which must start the same with this rank."""
@@ -273,14 +337,16 @@ class PairwiseExchange(Exchange):
         self, runs: ParamRuns, bounds: Sequence[int], ranks: Sequence[int], slot: int
     ) -> Mapping[int, _ShardMessages]:
         """Return the messages in which ranks' shards travel, by rank."""
-        like, plans = runs.first, runs.cache.get(ranks)
-        if plans is None:
-            item = like.element_size()
-            plans = runs.cache[ranks] = {
-                rank: plan_messages(runs, bounds[rank], bounds[rank + 1], item) for rank in ranks
-            }
-        staging = _Staging(self._pool, slot, like.dtype, like.device, plans.values())
-        return {rank: staging.messages_of(plan) for rank, plan in plans.items()}
+        like, kept = runs.first, runs.cache.get((ranks, slot))
+        if kept is not None and kept[0].is_current():
+            messages: Mapping[int, _ShardMessages] = kept[1]
+            return messages
+        of_ranks, values = plan_messages(runs, bounds, like.element_size()), [run.values for run in runs]
+        plans = {rank: of_ranks[rank] for rank in ranks}
+        staging = _Staging(self._pool, slot, like, staged(plans, values, like.dtype))
+        messages = {rank: staging.messages_of(plan, values) for rank, plan in plans.items()}
+        runs.cache[ranks, slot] = staging, messages
+        return messages
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:
         """Send one message to each peer, besides those of the gather."""

@@ -142,15 +142,16 @@ def aside_if_main(group: Group, wait: Callable[[], None]) -> None:
 def wait_all(transfers: Iterable[Any]) -> None:
     """Wait for transfers, each of which has a ``wait()``; for messages, which are of one group, by one call."""
     waiting = list(transfers)
-
-    def wait() -> None:
-        for transfer in waiting:
-            transfer.wait()
-
     if waiting and isinstance(waiting[0], Message):
+
+        def wait() -> None:
+            for message in waiting:
+                message.wait_here()
+
         aside_if_main(waiting[0].group, wait)
-    else:
-        wait()
+        return
+    for transfer in waiting:
+        transfer.wait()
 
 
 class TransferQueue:

@@ -406,7 +406,7 @@ class GradBucket:
     def reduce_in_stages(
         self, fill: Fill, ident: Ident, accumulate: Sequence[bool], exchange: Exchange, pool: StagingPool
     ) -> CallStages[bool]:
-        """Reduce one round, as :meth:`reduce` does; the shard is written to in the last stage."""
+        """Reduce one round, as :meth:`reduce` does; the shard is written to from the second stage on."""
         grads, fill.grads = fill.grads, []  # let the gradients go as soon as they are read
         staged, fill.staged = fill.staged, None
         events, read = fill.ready, [] if staged is None else [staged]
@@ -444,7 +444,7 @@ class GradBucket:
             runs, sums = self._runs(grads, staged, accumulate, pool, lane), self._sums(exchange)
             reduction = BucketReduction(ident, runs, bounds, shard, sums, first, flow)
             return (yield from exchange.reduce_in_stages(reduction))
-        mean = pool.buffer(MEAN, self.shard_numel, self.dtype, self.device)
+        mean = pool.buffer(of_lane(MEAN, lane), self.shard_numel, self.dtype, self.device)
         runs = self._runs(grads, staged, [False] * len(accumulate), pool, lane)
         complete = yield from exchange.reduce_in_stages(BucketReduction(ident, runs, bounds, mean, (), first, flow))
         if complete:

@@ -212,3 +212,27 @@ def _ordered_otherwise(rank: int, world_size: int, exchange: str, cut: bool) -> 
 def test_ranks_that_exchange_other_buckets_take_no_step(exchange: str, cut: bool) -> None:
     for said in run_processes(3, _ordered_otherwise, exchange, cut):
         assert said.startswith("rank 2 exchanges other gradient buckets than rank 0, or in another order")
+
+
+def _in_another_dtype(rank: int, world_size: int, bucket_mb: float) -> list[Tensor]:
+    """Parameters after steps of two backwards each, whose gradients add up in another dtype than they travel in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(12)])
+    precision = zero_opt.MixedPrecision(reduce_dtype=torch.bfloat16, accumulate_dtype=torch.float32)
+    reduction = zero_opt.Overlapped(bucket_mb, exchange="backend")
+    optimizer = zero_opt.ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, reduction=reduction, precision=precision
+    )
+    for step in range(3):
+        for turn in range(2):
+            torch.manual_seed(100 * step + 10 * turn + rank)
+            model(torch.randn(4, 48)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_buckets_under_way_together_have_room_of_their_own_for_means_in_another_dtype() -> None:
+    expected, got = (run_processes(2, _in_another_dtype, bucket_mb)[0] for bucket_mb in (25, 0.005))
+    assert_bitwise(got, expected)

@@ -19,6 +19,7 @@ from zero_opt.comm.exchange import (
     Run,
     StagedExchange,
     StagingPool,
+    add_mean,
     chunks_of,
     in_tree_order,
     mean_in_tree_order,
@@ -87,6 +88,18 @@ def test_fp16_sums_beyond_its_range_still_have_a_mean() -> None:
     out = torch.empty(3, dtype=torch.float16)
     mean_in_tree_order([torch.full((3,), 60000.0, dtype=torch.float16)] * 4, out)
     assert out.tolist() == [60000.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_a_mean_may_be_written_over_one_of_its_parts(world_size: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(3001).to(dtype) for _ in range(world_size)]
+    expected = torch.empty_like(parts[0])
+    mean_in_tree_order(parts, expected)
+    for rank in range(world_size):
+        given = [part.clone() for part in parts]
+        add_mean(given, given[rank], add=False)
+        assert torch.equal(given[rank], expected)
 
 
 def test_parts_are_left_as_they_are() -> None:

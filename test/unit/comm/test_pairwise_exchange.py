@@ -2,69 +2,69 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.comm import headed_messages, pairwise_exchange
-from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool, run_spans_within
+from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool
 from zero_opt.comm.headed_messages import MOST_MESSAGES
-from zero_opt.comm.pairwise_exchange import PairwiseExchange, Stretch, plan_messages
-from zero_opt.layout import Span
+from zero_opt.comm.pairwise_exchange import PairwiseExchange, plan_messages
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Run], int, int, int]:
-    """Runs with gaps, part of the bucket they are in, and the size of an element."""
+def cases(draw: st.DrawFn) -> tuple[list[Run], list[int], int]:
+    """Runs with gaps, the bounds of shards of the bucket they are in, and the size of an element."""
     unit = draw(st.sampled_from([1, 1000, 100_000]))
     runs, start = [], draw(st.integers(0, 5))
     for _ in range(draw(st.integers(0, 40))):
         numel = draw(st.integers(0, 20)) * unit
         runs.append(Run(start, numel, None))
         start += numel + draw(st.integers(0, 70))
-    low = draw(st.integers(0, start))
-    return runs, low, draw(st.integers(low, start)), draw(st.sampled_from([1, 2, 4, 16]))
-
-
-def spans(messages: list[Stretch]) -> list[Span]:
-    return [message.span for message in messages]
+    bounds = sorted(draw(st.lists(st.integers(0, start), min_size=1, max_size=4)))
+    return runs, [0, *bounds], draw(st.sampled_from([1, 2, 4, 16]))
 
 
 @given(cases())
-def test_each_message_has_the_runs_that_are_in_it(case: tuple[list[Run], int, int, int]) -> None:
-    runs, low, high, itemsize = case
-    for span, run_spans in plan_messages(runs, low, high, itemsize):
-        assert list(run_spans) == list(run_spans_within(runs, span))
+def test_messages_carry_each_element_of_a_shard_once(case: tuple[list[Run], list[int], int]) -> None:
+    runs, bounds, itemsize = case
+    for (low, high), plan in zip(pairwise(bounds), plan_messages(runs, bounds, itemsize), strict=True):
+        assert len(plan) <= MOST_MESSAGES
+        assert all(parcel.numel > 0 for parcel in plan)
+        assert all(parcel.numels == [part.in_run.stop - part.in_run.start for part in parcel.parts] for parcel in plan)
+        assert all(parcel.numel == sum(parcel.numels) for parcel in plan)
+        carried = sorted((part for parcel in plan for part in parcel.parts), key=lambda part: part.turn)
+        spans = [(part.turn, part.in_shard.start + low, part.in_shard.stop + low) for part in carried]
+        within = [(turn, max(run.start, low), min(run.start + run.numel, high)) for turn, run in enumerate(runs)]
+        assert spans == [span for span in within if span[1] < span[2]]
+        for turn, in_run, in_shard in carried:
+            assert runs[turn].start + in_run.start == in_shard.start + low
+            assert in_run.stop - in_run.start == in_shard.stop - in_shard.start
 
 
 @given(cases())
-def test_messages_follow_each_other_and_are_few(case: tuple[list[Run], int, int, int]) -> None:
-    runs, low, high, itemsize = case
-    messages = spans(plan_messages(runs, low, high, itemsize))
-    assert len(messages) <= MOST_MESSAGES
-    assert all(start < stop for start, stop in messages)
-    assert [low, *(stop for _, stop in messages)] == [*(start for start, _ in messages), high]
-
-
-@given(cases())
-def test_a_long_run_is_a_message_by_itself(case: tuple[list[Run], int, int, int]) -> None:
-    runs, low, high, itemsize = case
-    messages = spans(plan_messages(runs, low, high, itemsize))
-    least = max(pairwise_exchange._LEAST_BYTES // itemsize, (high - low) // 12, 1)
-    for run in runs:
-        part = Span(max(run.start, low), min(run.start + run.numel, high))
-        if part.stop - part.start >= least:
-            assert part in messages
+def test_a_long_run_is_a_message_by_itself_and_all_others_are_one(case: tuple[list[Run], list[int], int]) -> None:
+    runs, bounds, itemsize = case
+    for (low, high), plan in zip(pairwise(bounds), plan_messages(runs, bounds, itemsize), strict=True):
+        least = max(pairwise_exchange._LEAST_BYTES // itemsize, (high - low) // (MOST_MESSAGES - 1), 1)
+        lengths = [min(run.start + run.numel, high) - max(run.start, low) for run in runs]
+        long = [turn for turn, numel in enumerate(lengths) if numel >= least]
+        assert [parcel.parts[0].turn for parcel in plan[: len(long)]] == long
+        short = [part for parcel in plan[len(long) :] for part in parcel.parts]
+        assert len(plan) == len(long) + bool(short)
+        assert [part.turn for part in short] == [turn for turn, numel in enumerate(lengths) if 0 < numel < least]
 
 
 def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
     numel = pairwise_exchange._LEAST_BYTES
     full = [Run(0, 10, torch.ones(10)), Run(64, numel, torch.ones(numel)), Run(64 + numel, 5, torch.ones(5))]
     bare = [run._replace(tensor=None) for run in full]
-    cut = spans(plan_messages(full, 0, numel + 69, 4))
-    assert cut == spans(plan_messages(bare, 0, numel + 69, 4))
-    assert cut == [Span(0, 64), Span(64, 64 + numel), Span(64 + numel, numel + 69)]
+    [plan] = plan_messages(full, [0, numel + 69], 4)
+    assert [plan] == list(plan_messages(bare, [0, numel + 69], 4))
+    assert [parcel.numels for parcel in plan] == [[numel], [10, 5]]
 
 
 class Received:
