@@ -110,6 +110,7 @@ BUILTIN_ERRORS: Mapping[str, set[str]] = {
     "state.state_dict": {"KeyError"},  # becomes StateDictError
     "system.future": {"TimeoutError"},  # answered where the wait is
     "system.background_thread": {"RuntimeError"},  # what Python raises of itself where threads start at exit
+    "system.threads": {"RuntimeError"},  # likewise
     "system.shared_memory": {"OSError"},  # answered by whoever maps memory
 }
 # What the library warns with.

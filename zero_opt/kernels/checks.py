@@ -217,16 +217,20 @@ def require_count(what: str, step: Any) -> None:
         raise kind(f"{what} must be a number of steps, got {quoted(step)}")
 
 
+def are_plain_counts(values: list[Any]) -> bool:
+    """Return whether all are step counts as the kernel keeps them, fp32 in host memory; they are read in one call."""
+    if not values or dimensions_of(values, values) is not False or values[0].dtype is not torch.float32:
+        return not values
+    return all(0 <= count <= _MOST_STEPS for count in {*array("f", joined_bytes(values))})
+
+
 def require_counts(counts: list[Any], name_of: Callable[[int], str]) -> None:
     """Raise StateDictError, naming the first that is none, unless all values are step counts.
-
-    fp32 counts in host memory, as the kernel keeps them, are read in one call.
 
     Args:
         name_of: returns what messages call the param at a position.
     """
-    together = counts and dimensions_of(counts, counts) is False and counts[0].dtype is torch.float32
-    if not (together and all(0 <= count <= _MOST_STEPS for count in array("f", joined_bytes(counts)))):
+    if not are_plain_counts(counts):
         for at, count in enumerate(counts):
             if not is_number_of_steps(count):
                 require_count(f"step of {name_of(at)}", count)

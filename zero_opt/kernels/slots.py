@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -122,7 +121,7 @@ class SlotBatch:
         self._last: list[weakref.ReferenceType[Tensor]] = []  # gradients, if they were read where they are
 
     def _now(self, states: list[dict[str, Any]]) -> list[Any]:
-        return [*chain.from_iterable(map(state.get, keys) for state, keys in zip(states, self._keys, strict=True))]
+        return [value for state, keys in zip(states, self._keys, strict=True) for value in map(state.get, keys)]
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Return whether gradients are contiguous, and like those that the slots were made for."""

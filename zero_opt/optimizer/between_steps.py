@@ -157,8 +157,7 @@ class BetweenSteps(Engine):
 
     def _follow_moved(self) -> None:
         """Let placement and gather use the new data of parameters that the user has re-pointed."""
-        moved = self.partition.refresh()
-        if moved:
+        if moved := self.partition.refresh():
             self.placement.repoint(moved)
             self.gather.forget()
 
@@ -256,7 +255,12 @@ class BetweenSteps(Engine):
 
     # -- a pending step -----------------------------------------------------------------------------------------------
 
-    def flush(self, call: str = "flush()") -> None:
+    def flush(self) -> None:
+        self._bring_in("flush()")
+        self._guard.require_whole()
+
+    def _bring_in(self, call: str) -> None:
+        """Bring in a pending step, for a call or, if that is empty, within one."""
         self.placement.require_not_forked()
         with self.of_all_ranks():
             self.gather.flush()
@@ -343,8 +347,8 @@ class BetweenSteps(Engine):
 
     def _complete_state(self, call: str) -> None:
         """Bring in a pending step and the user's edits of ``state``, on every rank. Collective."""
-        self.flush(call)
-        self._raise_failed(self._guard.missing_part() or self._adopt_edits(), call)
+        self._bring_in(call)
+        self._raise_failed(self._guard.half_way() or self._guard.missing_part() or self._adopt_edits(), call)
 
     def consolidate(self, to: int) -> None:
         """Bring the full state, pending step included, to one rank."""
@@ -368,8 +372,7 @@ class BetweenSteps(Engine):
 
     def _full_state(self) -> StatesByIndex:
         """Return what :meth:`consolidate` brought here, if still current, else pull it from the other ranks."""
-        full = self.parts.full
-        full.require_landed()
+        self.parts.full.require_landed()
         between_steps = not (self._closed or self._guard.is_changing)  # a signal handler may be in the middle of a step
         if between_steps:
             self.gather.flush()  # where state was replaced, masters may be taken from parameters
@@ -378,7 +381,7 @@ class BetweenSteps(Engine):
             self.require_replaceable()  # the new parameters have no state yet; what is here is the planned ones'
         elif conflict is not None:
             raise conflict
-        return full.here(self._groups.service)
+        return self.parts.full.here(self._groups.service)
 
     def load(self, state_dict: StateDict, *, strict: bool) -> None:
         config, groups = self._config, self._user.param_groups
@@ -393,11 +396,9 @@ class BetweenSteps(Engine):
                 self.placement.require_writable()
             if self.placement.predicts:  # parameters whose master is not in the state are to be the true ones
                 with suppress(StepPending):  # what was written to stays: the state is replaced anyway
-                    self.flush("")
+                    self._bring_in("")
             if self.placement.pending:
-                log.warning(
-                    "load_state_dict() has dropped a pending step; call opt.flush() before it to keep its update"
-                )
+                log.warning("load_state_dict() has dropped a pending step; call opt.flush() first to keep its update")
             self._write(loaded)
         if self._groups.control.rank == 0:
             loaded.say(config, self.parts.params, self._describe)
@@ -489,7 +490,7 @@ class BetweenSteps(Engine):
         if self.partition.world_size == 1:
             try:
                 with torch.no_grad():
-                    self.flush()
+                    self._bring_in("flush()")
                 return
             except Exception as error:  # whatever it is, the rest is to be closed
                 reason = str(error)

@@ -142,9 +142,10 @@ class ShardedEngine(BetweenSteps):
             self.gather.flush()
         if self._params_may_differ and self._config.offload is not None:  # no rank steps where one lacks a step before
             self._notify_join(absent=absent)
-            self.flush("")
+            self._bring_in("")
         steps = clip_to is None and unscale_by is None
-        error = error or self._take_over_edits() or (self._end_pending_step() if steps else None)
+        error = error or self._take_over_edits() or self.gather.refusal()
+        error = error or (self._end_pending_step() if steps else None)
         self._notify_join(absent=absent)
         own = self.reduction.send_rest(error, absent=absent, steps=steps)
         with Phase("agreement"):
@@ -252,7 +253,7 @@ class ShardedEngine(BetweenSteps):
         written = edits.keys()
         if not agreed.same_edits or self._user_edits.due(edits):
             if self._config.offload is not None:  # what differs is compared, and named, with no step pending
-                self.flush("")
+                self._bring_in("")
                 edits = self.partition.edits()
             counts = self.agreement.edit_counts(edits)
             self.agreement.require_same_values(self._user_edits.to_compare(counts), self.parts.params)
@@ -295,7 +296,8 @@ class ShardedEngine(BetweenSteps):
             if self._user._join_config.enable:  # this may be the last step, after which DDP sends parameters to all
                 self.gather.flush()
         if self.placement.pending and moves_nothing(self.parts.param_groups):
-            self.flush()  # torch takes such a step to make places for state that it loads, which must not be pending
+            # Torch takes such a step to make places for state that it loads, which must not be pending.
+            self._bring_in("flush()")
 
     def _step_buckets(
         self, shards: Sequence[GradShard], grad_scale: float

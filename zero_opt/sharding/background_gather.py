@@ -13,7 +13,7 @@ from torch import nn
 
 from ..comm.exchange import Exchange, Ident
 from ..comm.waits_beside import outcome
-from ..errors import ConfigConflict, ConfigError, ProcessGroupError, StepFailed
+from ..errors import ConfigConflict, ConfigError, OutOfResources, ProcessGroupError, StepFailed
 from ..system.background_thread import CallingThread, SerialThread
 from ..system.future import Future
 from ..system.inference_mode import outside_inference_mode
@@ -113,6 +113,14 @@ class BackgroundGather(ParamGather):
             turns = [min([places.get(flat.param, 0) for flat in bucket.params]) for bucket in buckets]
             self._order = sorted(range(len(buckets)), key=turns.__getitem__)
         return self._order
+
+    def refusal(self) -> OutOfResources | None:
+        try:
+            if any(exchange.blocks for exchange in self._exchanges.values()):
+                self._thread.begin()
+        except OutOfResources as error:
+            return error
+        return None
 
     def begin(self, step: int) -> None:
         super().begin(step)

@@ -18,7 +18,8 @@ Under ``AlreadyReduced`` nothing writes to shards, and nothing is drafted: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, NamedTuple, Protocol
@@ -52,6 +53,8 @@ from .flat_param import FlatParam
 
 # The use of a pool's buffer for gradients of another dtype or order of dimensions; see MEAN.
 _ODD_GRADS = 2
+# As Run._make, without a call of Python.
+_RUN_OF: Callable[[Iterable[Any]], Run] = partial(tuple.__new__, Run)
 
 
 class Fill:
@@ -340,7 +343,7 @@ class GradBucket:
         adds: Iterable[bool] = (
             [add.get(position, False) for position in range(len(taken))] if any(accumulate) else repeat(False)
         )
-        return list(map(Run._make, zip(offsets, numels, taken, adds)))
+        return list(map(_RUN_OF, zip(offsets, numels, taken, adds)))
 
     def _as_sent(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether all gradients are plain and there, in the dtype and the order of elements they are sent in."""

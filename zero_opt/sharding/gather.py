@@ -10,6 +10,7 @@ import torch
 
 from ..comm.exchange import Exchange, Ident, copy_all, paired, run_spans_within
 from ..comm.groups import Group
+from ..errors import OutOfResources
 from .buckets import GradBucket
 from .flat_param import OwnWrites
 from .partition import Partition
@@ -61,6 +62,9 @@ class ParamGather:
     def order(self) -> Sequence[int]:
         """Return the order in which buckets are to be gathered, the same on every rank."""
         return range(len(self._partition.buckets))
+
+    def refusal(self) -> OutOfResources | None:
+        """Return why this process cannot gather: the other ranks would wait for it. Called before the ranks agree."""
 
     def begin(self, step: int) -> None:
         """Expect the buckets that hold a step's result."""

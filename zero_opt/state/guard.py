@@ -349,15 +349,27 @@ class StateGuard:
         """Raise the error of :meth:`reading` during a change, or after one that has failed half-way."""
         if not self.is_changing:
             return
-        change = f"{self._call} before step {self.step}" if self._call else f"step {self.step}"
-        if self._broken is None:
-            doing = "goes on" if self._call else "is being taken"
-            raise StepDesync(f"state_dict() was called while {change} {doing}; {CALL_LATER}")
+        self.require_whole()
+        doing = "goes on" if self._call else "is being taken"
+        raise StepDesync(f"state_dict() was called while {self._change()} {doing}; {CALL_LATER}")
+
+    def _change(self) -> str:
+        return f"{self._call} before step {self.step}" if self._call else f"step {self.step}"
+
+    def require_whole(self) -> None:
+        """Raise the error of :meth:`half_way`, if there is one."""
+        if (error := self.half_way()) is not None:
+            raise error
+
+    def half_way(self) -> StepDesync | PeerLost | None:
+        """Return the error about a change that has failed half-way, if the last one did."""
+        if not self._changing or self._broken is None:
+            return None
         kind, text = self._broken
-        left = f"this rank's state is that of no step, since {change} was left half-way"
+        left = f"this rank's state is that of no step, since {self._change()} was left half-way"
         if issubclass(kind, PeerLost):
-            raise kind(f"{left}: {text}")
+            return kind(f"{left}: {text}")
         again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training
-        raise StepDesync(
+        return StepDesync(
             f"{left} with {kind.__name__}{': ' * bool(text)}{text}; restart all ranks from the last checkpoint{again}"
         )

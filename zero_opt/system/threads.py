@@ -12,6 +12,7 @@ code puts a thread that does not end in time to sleep where it would abort the p
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 
@@ -40,6 +41,8 @@ class BackgroundThreads:
         Raises:
             OutOfResources: the operating system refuses a thread. RuntimeError: the interpreter is ending.
         """
+        if sys.is_finalizing():  # before Python 3.12, start() would wait for a thread that cannot run any more
+            raise RuntimeError("can't start a thread at interpreter shutdown")
         thread.daemon = True
         try:
             thread.start()

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import zero_opt
 from test.support.harness import assert_bitwise, copies_of, run_processes, run_threads
 from test.support.scenario import values
 from zero_opt.placement.worker import process
+from zero_opt.sharding.gather import ParamGather
 
 BUCKET_MB = 0.001
 
@@ -374,3 +376,30 @@ def _ends_iteration(rank: int, world_size: int, offload: Any) -> None:
 def test_a_class_that_raises_stop_iteration_has_its_own_error(world_size: int, offload: Any) -> None:
     """Generators turn it into another."""
     run_processes(world_size, _ends_iteration, offload)
+
+
+def _left_half_way(rank: int, world_size: int) -> list[str]:
+    """What calls say after an error that no step expects, once this rank's shard was stepped."""
+    model = _model()
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1, reduction=zero_opt.AtStep())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParamGather, "end", Mock(side_effect=zero_opt.OutOfResources("no more of it")))
+        with pytest.raises(zero_opt.OutOfResources):
+            optimizer.step()
+    said = []
+    for call in (optimizer.flush, optimizer.consolidate_state_dict, optimizer.state_dict):
+        with pytest.raises(zero_opt.StepDesync) as caught:
+            call()
+        said.append(str(caught.value))
+    optimizer.step()
+    optimizer.flush()
+    optimizer.consolidate_state_dict()
+    optimizer.close()
+    return said
+
+
+def test_no_call_returns_as_if_a_step_that_was_left_half_way_were_whole() -> None:
+    for said in run_processes(2, _left_half_way):
+        assert ["step 0 was left half-way with OutOfResources" in text for text in said] == [True] * 3, said

@@ -265,8 +265,8 @@ def test_an_edit_of_one_gradient_is_noticed_whatever_its_layout(layout: str) -> 
     run_threads(2, _edit_one, layout)
 
 
-def _gets_no_thread(rank: int, world_size: int) -> tuple[str, Tensor]:
-    """Rank 1 gets no thread for its first exchange, and then gets one."""
+def _gets_no_thread(rank: int, world_size: int, gathers_late: bool) -> tuple[str, Tensor]:
+    """Rank 1 gets no thread for its first exchange, or for its first late gather, and then gets one."""
     start = BackgroundThreads.start
 
     def refused(threads: BackgroundThreads, thread: threading.Thread) -> None:
@@ -274,22 +274,26 @@ def _gets_no_thread(rank: int, world_size: int) -> tuple[str, Tensor]:
             raise zero_opt.OutOfResources("can't start new thread")
         start(threads, thread)
 
-    param = nn.Parameter(torch.ones(8))
-    optimizer = zero_opt.ShardedOptimizer(
-        [param], torch.optim.SGD, lr=1.0, reduction=zero_opt.AtStep(exchange="backend")
-    )
-    param.grad = torch.full((8,), float(rank))
+    model = nn.ParameterList([nn.Parameter(torch.ones(8))])
+    late = zero_opt.AtStep(overlap_param_gather=model)
+    reduction = late if gathers_late else zero_opt.AtStep(exchange="backend")
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, reduction=reduction)
+    model[0].grad = torch.full((8,), float(rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BackgroundThreads, "start", refused)
         with pytest.raises(zero_opt.OutOfResources) as caught:
             optimizer.step()
+    optimizer.flush()
+    assert torch.equal(model[0], torch.ones(8))
     optimizer.step()
+    optimizer.flush()
     optimizer.close()
-    return str(caught.value), param.detach()
+    return str(caught.value), model[0].detach()
 
 
-def test_a_rank_that_gets_no_thread_for_its_exchange_is_an_error_on_all() -> None:
-    found = run_processes(2, _gets_no_thread)
+@pytest.mark.parametrize("gathers_late", [False, True])
+def test_a_rank_that_gets_no_thread_for_its_exchange_is_an_error_on_all(gathers_late: bool) -> None:
+    found = run_processes(2, _gets_no_thread, gathers_late)
     assert [text for text, _ in found] == ["rank 1: can't start new thread", "can't start new thread"]
     for _, param in found:
         assert_bitwise([param], [torch.full((8,), 0.5)])

@@ -242,3 +242,24 @@ def test_a_thread_that_begins_once_the_others_have_ended_does_not_abort_the_proc
     """As one that tells the other ranks, at the end, why this one ends."""
     done = subprocess.run([sys.executable, "-c", BEGINS_AT_EXIT], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+BEGINS_IN_FINALIZATION = """
+import sys
+from zero_opt.system import background_thread
+
+class Trainer:
+    def __del__(self):
+        print(sys.is_finalizing(), background_thread.run_apart(lambda: None, 5.0).result(0))
+
+trainer = Trainer()
+trainer.itself = trainer
+"""
+
+
+def test_a_finalizer_that_the_end_of_the_interpreter_calls_needs_no_thread() -> None:
+    """No thread can begin any more, and before Python 3.12 ``Thread.start`` waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGINS_IN_FINALIZATION], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.stdout, done.returncode, done.stderr) == ("True None\n", 0, "")

@@ -178,12 +178,12 @@ class DTensorEngine(ShardedEngine):
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.largest.ranks)
 
-    def flush(self, call: str = "flush()") -> None:
+    def _bring_in(self, call: str) -> None:
         if self.placement.pending:
             self._mesh.forget()
         self._follow()
         try:
-            super().flush(call)
+            super()._bring_in(call)
         finally:
             self._view.note_writes()
 

@@ -187,8 +187,8 @@ class InHost(Mastered):
     def result(self, position: int) -> Tensor:
         return self._run_of(self._results[position])
 
-    def target(self, position: int) -> Tensor:
-        return self._results[position]
+    def targets(self, positions: Sequence[int]) -> list[Tensor]:
+        return [self._results[position] for position in positions]
 
     def result_copies(self, positions: Sequence[int]) -> ResultCopies:
         if self.stepped is self._results:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import StateDictError
 from ...kernels.adam_state import BESIDE, new_state
-from ...kernels.checks import GRAD_DTYPES, check_apart, check_tensor, require_counts
+from ...kernels.checks import GRAD_DTYPES, are_plain_counts, check_apart, check_tensor, require_counts
 from ...kernels.runs import check_arrays
 from ...kernels.slots import Slot, SlotBatch, own_count
 from ...kernels.strides import dtype_of
@@ -89,7 +89,9 @@ class NativeSteps:
     ) -> None:
         """Raise StateDictError, naming the parameter, if a state that it steps has a step count that is none."""
         places, counts = list[tuple[Unit, int]](), list[Any]()
-        for unit in units if self.update.counts else ():
+        if not self.update.counts or are_plain_counts([state["step"] for state in states.values() if "step" in state]):
+            return
+        for unit in units:
             for number, positions in unit.by_group(range(len(unit.pieces))):
                 if self.can_step(unit, groups[number]):
                     kept = [(at, state) for at in positions if "step" in (state := states.get(unit.stepped[at]) or {})]
@@ -145,7 +147,7 @@ class NativeSteps:
         states: StatesByTensor,
     ) -> SlotBatch:
         """The kept runs of slices, which fit their gradients; ``roles``: of each."""
-        params = [*map(unit.target, positions)]
+        params = unit.targets(positions)
         states_now = [states.get(unit.stepped[position], {}) for position in positions]
         batch = self._batches.get(unit)
         holds = batch is not None and batch.holds(params, states_now, roles=roles)
@@ -161,7 +163,7 @@ class NativeSteps:
 
     def _slot(self, unit: Unit, position: int, grad: Tensor, states: StatesByTensor, roles: tuple[str, ...]) -> Slot:
         """The kept run of a slice, for a gradient like this."""
-        index, target, stepped = unit.pieces[position].param, unit.target(position), unit.stepped[position]
+        index, target, stepped = unit.pieces[position].param, unit.targets([position])[0], unit.stepped[position]
         state, slot = states.get(stepped, {}), self._slots.get(index)
         if slot is not None and grad.is_contiguous() and slot.holds(state, target, grad, roles):
             return slot

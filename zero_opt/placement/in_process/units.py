@@ -31,7 +31,7 @@ class Unit(MasterShard):
     """Slices of one bucket that are stepped together, named by their position among those given.
 
     In a step, the placement calls :meth:`read_params`, :meth:`fetch`, then :meth:`grads`. The native kernel writes to
-    :meth:`target`; a class steps ``stepped``, and :meth:`result_copies` are made. :meth:`send` comes last.
+    :meth:`targets`; a class steps ``stepped``, and :meth:`result_copies` are made. :meth:`send` comes last.
 
     Attributes:
         members: positions of the slices among this rank's of the bucket.
@@ -55,7 +55,7 @@ class Unit(MasterShard):
         self._written: tuple[Sequence[int], OwnWrites] = ((), OwnWrites(()))
 
     def own_writes(self, positions: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context in which writes to :meth:`target` are ours, not edits of the user's."""
+        """Return a context in which writes to :meth:`targets` are ours, not edits of the user's."""
         if self._written[0] != positions:
             self._written = positions, OwnWrites(self.flats[position] for position in positions)
         return self._written[1].ours()
@@ -89,16 +89,16 @@ class Unit(MasterShard):
         grads, self._grads = self._grads, ()
         return grads
 
-    def target(self, position: int) -> Tensor:
-        """Where the native kernel writes the new parameter, of the shape and strides of what is stepped."""
-        return self._targets[position]
+    def targets(self, positions: Sequence[int]) -> list[Tensor]:
+        """Where the native kernel writes new parameters, of the shape and strides of what is stepped."""
+        return [self._targets[position] for position in positions]
 
     def result_copies(self, positions: Sequence[int]) -> ResultCopies:
-        """What to copy after a class has stepped, for the values to be at :meth:`target`."""
+        """What to copy after a class has stepped, for the values to be at :meth:`targets`."""
         return [self.flats[position] for position in positions], self.copies(positions)
 
     def send(self, positions: Sequence[int]) -> None:
-        """Bring :meth:`target` to the parameters."""
+        """Bring :meth:`targets` to the parameters."""
 
     def complete(self, position: int, state: ParamState) -> None:
         """Add the master to a state that a class has made."""

@@ -153,7 +153,7 @@ class _Child:
         """Kill and reap it; how it ended.
 
         Raises:
-            WorkerFailed: the process does not end, so its memory must not be used by another.
+            WorkerFailed: the process does not end, or may not be ended, so its memory must not be used by another.
         """
         if os.getpid() != self._owner:
             self._popen.returncode = 0  # not ours to reap, nor to warn of
@@ -162,6 +162,11 @@ class _Child:
             code = self._kill()
         except subprocess.TimeoutExpired:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
+        except PermissionError:
+            raise WorkerFailed(
+                f"worker process {self.pid} cannot be ended, since this process has given up the rights it had when it "
+                "started it; the worker ends with this process: close() the optimizer before os.setuid()"
+            ) from None
         for fd in (self.pidfd, self._stderr):
             close_own(fd)
         if code == 0:  # also where the program ignores SIGCHLD, or has reaped it

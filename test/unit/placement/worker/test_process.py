@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ def in_fork(call: Callable[[], Any], *, daemon: bool = False) -> Any:
     finally:
         process.join(PATIENCE_S)
         ours.close()
+
+
+def test_a_worker_that_may_not_be_ended_is_an_error_of_the_library(trainers: Callable[..., Trainer]) -> None:
+    worker = trainers().worker
+    child = worker._handles.child
+    assert child is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child._popen, "kill", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+        with pytest.raises(WorkerFailed, match=rf"^worker process {child.pid} cannot be ended, .*os\.setuid\(\)$"):
+            child.end()
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
