@@ -177,7 +177,7 @@ class ParamRuns(list[Run]):
 
     Attributes:
         cache: what an exchange derived from these runs, by what else it depends on: the address of a staging buffer, a
-            dtype, or some ranks and a staging buffer's slot.
+            dtype, or a tuple of ranks.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:

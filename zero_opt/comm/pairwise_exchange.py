@@ -47,9 +47,13 @@ _ELEMENTS, _FAILURES = 2 * TAG_MODULUS, 2 * TAG_MODULUS + 1
 
 
 class Part(NamedTuple):
-    """Elements of a run: its turn among the runs, and which of it, and of the rank's shard, they are."""
+    """A part of one run that lies in one rank's shard.
 
-    turn: int
+    Attributes:
+        run: the index of the run. in_run, in_shard: where the part lies in the run, and in the shard.
+    """
+
+    run: int
     in_run: slice
     in_shard: slice
 
@@ -67,13 +71,13 @@ class Parcel(NamedTuple):
 
     def is_in_place(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
         """Return whether the elements lie together in memory, in this dtype; ``values``: of all runs."""
-        tensor = values[self.parts[0].turn]
+        tensor = values[self.parts[0].run]
         return len(self.parts) == 1 and tensor is not None and tensor.dtype is dtype
 
     def views(self, values: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield the elements of each part where they are, or ``None`` where all are zero."""
-        for turn, in_run, _ in self.parts:
-            whole = values[turn]
+        for run, in_run, _ in self.parts:
+            whole = values[run]
             yield None if whole is None else whole[in_run]
 
 
@@ -93,14 +97,14 @@ def plan_messages(runs: Sequence[Run], bounds: Sequence[int], itemsize: int) -> 
 @lru_cache(_MOST_PLANS)
 def _planned(runs: Sequence[tuple[int, int]], bounds: Sequence[int], itemsize: int) -> Sequence[Plan]:
     bare = [Run(start, numel, None) for start, numel in runs]
-    turns = {run.start: turn for turn, run in enumerate(bare)}
+    numbers = {run.start: number for number, run in enumerate(bare)}
     plans = list[Plan]()
     for low, high in pairwise(bounds):
         least = max(_LEAST_BYTES // itemsize, (high - low) // _MOST_DIRECT, 1)
         direct, short = list[Parcel](), list[Part]()
         for (start, *_), span in run_spans_within(bare, Span(low, high)):
             in_run, in_shard = (slice(span.start - origin, span.stop - origin) for origin in (start, low))
-            part = Part(turns[start], in_run, in_shard)
+            part = Part(numbers[start], in_run, in_shard)
             if span.numel >= least:
                 direct.append(_parcel([part]))
             else:
@@ -149,7 +153,9 @@ class _Staging:
         shard = _ShardMessages([], [], [])
         for parcel in plan:
             if parcel.is_in_place(values, self.buffer.dtype):
-                shard.messages.extend(view for view in parcel.views(values) if view is not None)
+                [in_place] = parcel.views(values)
+                assert in_place is not None, "what is in place is there"
+                shard.messages.append(in_place)
                 continue
             shard.messages.append(room := self.room(parcel))
             for place, value in zip(torch.split_with_sizes(room, parcel.numels), parcel.views(values), strict=True):
@@ -159,6 +165,14 @@ class _Staging:
                     shard.places.append(place)
                     shard.values.append(value)
         return shard
+
+
+class _Kept(NamedTuple):
+    """The messages of a bucket's last gather, by rank, and the use of the buffer that they are in."""
+
+    slot: int
+    staging: _Staging
+    messages: Mapping[int, _ShardMessages]
 
 
 class Gathering:
@@ -285,7 +299,7 @@ class PairwiseExchange(Exchange):
         """Return room for this rank's parcels as peers have them, a tensor each.
 
         Args:
-            out: this rank's shard, if it may be overwritten: there is room for one peer's parcels of one part.
+            out: this rank's shard, if it may be overwritten; the first peer's parcels of one part are received there.
         """
         first = [parcel for parcel in plan if out is None or len(parcel.parts) > 1]
         parcels = chain(first, *[plan] * (len(peers) - 1))
@@ -307,14 +321,14 @@ class PairwiseExchange(Exchange):
         out: Tensor,
     ) -> None:
         """Add up this rank's shard, and what the peers have sent of it."""
-        for turn, parcel in enumerate(plan):
-            theirs = {peer: torch.split_with_sizes(messages[turn], parcel.numels) for peer, messages in shards.items()}
+        for number, parcel in enumerate(plan):
+            theirs = {peer: torch.split_with_sizes(sent[number], parcel.numels) for peer, sent in shards.items()}
             by_rank = [theirs.get(rank) or parcel.views(values) for rank in range(self.world_size)]
             for part, *terms in zip(parcel.parts, *by_rank, strict=True):
                 there = out[part.in_shard]
                 if terms[self.rank] is None:
                     terms[self.rank] = self._pool.buffer(_ZEROS, there.numel(), out.dtype, out.device).zero_()
-                add_mean(terms, there, add=runs[part.turn].add)
+                add_mean(terms, there, add=runs[part.run].add)
 
     def gather_runs(self, ident: Ident, runs: ParamRuns, bounds: Sequence[int]) -> Callable[[], None]:
         return self.start_gather(ident, runs, bounds, self._peers).complete
@@ -337,15 +351,15 @@ class PairwiseExchange(Exchange):
         self, runs: ParamRuns, bounds: Sequence[int], ranks: Sequence[int], slot: int
     ) -> Mapping[int, _ShardMessages]:
         """Return the messages in which ranks' shards travel, by rank."""
-        like, kept = runs.first, runs.cache.get((ranks, slot))
-        if kept is not None and kept[0].is_current():
-            messages: Mapping[int, _ShardMessages] = kept[1]
-            return messages
+        kept: _Kept | None = runs.cache.get(ranks)
+        if kept is not None and kept.slot == slot and kept.staging.is_current():
+            return kept.messages
+        like = runs.first
         of_ranks, values = plan_messages(runs, bounds, like.element_size()), [run.values for run in runs]
         plans = {rank: of_ranks[rank] for rank in ranks}
         staging = _Staging(self._pool, slot, like, staged(plans, values, like.dtype))
         messages = {rank: staging.messages_of(plan, values) for rank, plan in plans.items()}
-        runs.cache[ranks, slot] = staging, messages
+        runs.cache[ranks] = _Kept(slot, staging, messages)
         return messages
 
     def failures(self, step: int) -> Callable[[], Sequence[int]]:

@@ -218,9 +218,11 @@ def require_count(what: str, step: Any) -> None:
 
 
 def are_plain_counts(values: list[Any]) -> bool:
-    """Return whether all are step counts as the kernel keeps them, fp32 in host memory; they are read in one call."""
-    if not values or dimensions_of(values, values) is not False or values[0].dtype is not torch.float32:
-        return not values
+    """Return whether all are step counts in the kernel's own form, fp32 in host memory. One native call reads them."""
+    if not values:
+        return True
+    if dimensions_of(values, values) is not False or values[0].dtype is not torch.float32:
+        return False
     return all(0 <= count <= _MOST_STEPS for count in {*array("f", joined_bytes(values))})
 
 

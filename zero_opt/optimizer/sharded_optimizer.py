@@ -286,6 +286,7 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
             StepPending: a parameter was changed while a step was pending; it keeps the change (of each part, its
                 owner's), and lacks the update; or state was, the other way round. Not if it was raised already.
             RankMismatch: a parameter was changed on some ranks only; each has its own values then. OptimizerClosed.
+            StepDesync: an error has left the last step, or a load, half-way on this rank; raised on this rank alone.
             WorkerDied, WorkerFailed, OutOfResources, StorageFailed, StepFailed, PeerLost, PeerSilent: as :meth:`step`.
         """
         self._require_open()

@@ -64,7 +64,8 @@ class ParamGather:
         return range(len(self._partition.buckets))
 
     def refusal(self) -> OutOfResources | None:
-        """Return why this process cannot gather: the other ranks would wait for it. Called before the ranks agree."""
+        """Return the error if this process cannot gather. Called before the ranks agree on a step, since the other
+        ranks would wait for this one after that."""
 
     def begin(self, step: int) -> None:
         """Expect the buckets that hold a step's result."""

@@ -106,7 +106,7 @@ class StateGuard:
         self._lock, self._changed = threading.RLock(), Future[None]()  # see [Note: locks and signal handlers]
         self._readers = self._own_readers = 0
         self._waiting = self._changing = self._final = False
-        self._broken: tuple[type[BaseException], str] | None = None
+        self._broken: tuple[type[BaseException], str, str] | None = None  # an error, its text, and what it ended
         self._call = ""  # that changes the state, if not a step
 
     def notice_edits(self, *edits: Callable[[], Sized]) -> None:
@@ -185,8 +185,8 @@ class StateGuard:
         try:
             yield
         except BaseException as error:
-            if self._changing:
-                self._broken = type(error), str(error)  # a traceback would lead to the model
+            if self._changing and self._broken is None:  # a traceback would lead to the model
+                self._broken = type(error), str(error), self._change()
             raise
         else:
             self._call = ""
@@ -365,8 +365,8 @@ class StateGuard:
         """Return the error about a change that has failed half-way, if the last one did."""
         if not self._changing or self._broken is None:
             return None
-        kind, text = self._broken
-        left = f"this rank's state is that of no step, since {self._change()} was left half-way"
+        kind, text, change = self._broken
+        left = f"this rank's state is that of no step, since {change} was left half-way"
         if issubclass(kind, PeerLost):
             return kind(f"{left}: {text}")
         again = "" if self._final else ", or load it on all ranks"  # which those cannot that have left training

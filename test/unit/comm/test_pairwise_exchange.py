@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_opt.comm import headed_messages, pairwise_exchange
-from zero_opt.comm.exchange import BucketReduction, Ident, Run, StagingPool
+from zero_opt.comm.exchange import BucketReduction, Ident, ParamRuns, Run, StagingPool
 from zero_opt.comm.headed_messages import MOST_MESSAGES
 from zero_opt.comm.pairwise_exchange import PairwiseExchange, plan_messages
 
@@ -36,8 +36,8 @@ def test_messages_carry_each_element_of_a_shard_once(case: tuple[list[Run], list
         assert all(parcel.numel > 0 for parcel in plan)
         assert all(parcel.numels == [part.in_run.stop - part.in_run.start for part in parcel.parts] for parcel in plan)
         assert all(parcel.numel == sum(parcel.numels) for parcel in plan)
-        carried = sorted((part for parcel in plan for part in parcel.parts), key=lambda part: part.turn)
-        spans = [(part.turn, part.in_shard.start + low, part.in_shard.stop + low) for part in carried]
+        carried = sorted((part for parcel in plan for part in parcel.parts), key=lambda part: part.run)
+        spans = [(part.run, part.in_shard.start + low, part.in_shard.stop + low) for part in carried]
         within = [(turn, max(run.start, low), min(run.start + run.numel, high)) for turn, run in enumerate(runs)]
         assert spans == [span for span in within if span[1] < span[2]]
         for turn, in_run, in_shard in carried:
@@ -52,10 +52,10 @@ def test_a_long_run_is_a_message_by_itself_and_all_others_are_one(case: tuple[li
         least = max(pairwise_exchange._LEAST_BYTES // itemsize, (high - low) // (MOST_MESSAGES - 1), 1)
         lengths = [min(run.start + run.numel, high) - max(run.start, low) for run in runs]
         long = [turn for turn, numel in enumerate(lengths) if numel >= least]
-        assert [parcel.parts[0].turn for parcel in plan[: len(long)]] == long
+        assert [parcel.parts[0].run for parcel in plan[: len(long)]] == long
         short = [part for parcel in plan[len(long) :] for part in parcel.parts]
         assert len(plan) == len(long) + bool(short)
-        assert [part.turn for part in short] == [turn for turn, numel in enumerate(lengths) if 0 < numel < least]
+        assert [part.run for part in short] == [turn for turn, numel in enumerate(lengths) if 0 < numel < least]
 
 
 def test_both_ends_cut_alike_whatever_gradients_they_lack() -> None:
@@ -119,3 +119,21 @@ def test_this_rank_is_ready_to_receive_before_it_sends_data() -> None:
     assert max(headers) < order["receive data 0"] < order["send data 0"]
     assert order["send data 0"] < order["send header 1"] < order["receive data 1"] < order["send data 1"]
     assert f"receive header {headed_messages._HEADERS_AHEAD}" in order
+
+
+def test_a_gather_uses_the_buffer_that_the_pool_has_now() -> None:
+    """The pool replaces it once a larger one is needed: here by a bucket of more short parameters."""
+    messages, pool = Recorded(), StagingPool()
+    exchange = PairwiseExchange(messages, messages, pool)
+    few, many = (ParamRuns(Run(8 * turn, 8, torch.zeros(8)) for turn in range(2 * per_rank)) for per_rank in (2, 5))
+    for step, runs in enumerate([few, few, many, few, few]):
+        for turn, run in enumerate(runs):
+            assert run.values is not None
+            run.values.fill_(10.0 * step + turn)
+        own = len(runs) // 2
+        exchange.gather_runs(Ident(step, 0, 0), runs, [0, 8 * own, 16 * own])()
+        sent = [10.0 * step + turn for turn in range(own)]  # the other rank sends the same
+        assert [float(run.values.unique()) for run in runs if run.values is not None] == 2 * sent
+    [kept] = few.cache.values()
+    now = pool.buffer(kept.slot, 1, torch.float32, torch.device("cpu"))
+    assert kept.staging.buffer.data_ptr() == now.data_ptr()

@@ -88,9 +88,10 @@ class NativeSteps:
         self, units: Iterable[Unit], groups: Sequence[Mapping[str, Any]], states: StatesByTensor
     ) -> None:
         """Raise StateDictError, naming the parameter, if a state that it steps has a step count that is none."""
-        places, counts = list[tuple[Unit, int]](), list[Any]()
-        if not self.update.counts or are_plain_counts([state["step"] for state in states.values() if "step" in state]):
+        every = [state["step"] for state in states.values() if state and "step" in state]
+        if not self.update.counts or are_plain_counts(every):
             return
+        places, counts = list[tuple[Unit, int]](), list[Any]()
         for unit in units:
             for number, positions in unit.by_group(range(len(unit.pieces))):
                 if self.can_step(unit, groups[number]):

@@ -164,8 +164,8 @@ class _Child:
             raise WorkerFailed(f"worker process {self.pid} was killed {_END_S:.0f} s ago and has not ended") from None
         except PermissionError:
             raise WorkerFailed(
-                f"worker process {self.pid} cannot be ended, since this process has given up the rights it had when it "
-                "started it; the worker ends with this process: close() the optimizer before os.setuid()"
+                f"worker process {self.pid} cannot be ended: this process has given up the rights with which it "
+                "started the worker, which ends with this process; call close() before os.setuid()"
             ) from None
         for fd in (self.pidfd, self._stderr):
             close_own(fd)

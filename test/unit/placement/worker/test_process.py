@@ -78,7 +78,7 @@ def test_a_worker_that_may_not_be_ended_is_an_error_of_the_library(trainers: Cal
     assert child is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child._popen, "kill", Mock(side_effect=PermissionError(1, "Operation not permitted")))
-        with pytest.raises(WorkerFailed, match=rf"^worker process {child.pid} cannot be ended, .*os\.setuid\(\)$"):
+        with pytest.raises(WorkerFailed, match=rf"^worker process {child.pid} cannot be ended: .*os\.setuid\(\)$"):
             child.end()
 
 
