@@ -383,8 +383,8 @@ class OverlappedReduction(GradReduction, GradOwner):
         if self._synced == {False} and any(param.grad is not None for param in self._parts.all_params):
             raise GradientsLocal(
                 "every backward since the last step that reached parameters was inside no_sync(), so each rank has its "
-                "own gradients alone; run the last backward of a step outside it, or drop them with opt.zero_grad() on "
-                "every rank; with reduction=zero_opt.AtStep() every step reduces what there is"
+                "own gradients alone; run the last backward of a step outside no_sync(), or drop them with "
+                "opt.zero_grad() on every rank; with reduction=zero_opt.AtStep() every step reduces what there is"
             )
 
     def _take_plain(self) -> None:

@@ -284,7 +284,7 @@ class DevicePlacement(SlicePlacement[Unit]):
                         self._shown[index] = ReadThrough(unit.plain_form(position, states))
                     self._listed.append((index, self._shown[index] if unit.compact else state))
             self._held.note(held)
-        return iter(self._listed)
+        yield from self._listed
 
     def saved(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         states = self._optimizer.state
