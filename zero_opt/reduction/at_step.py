@@ -138,13 +138,9 @@ class AtStepReduction(GradReduction):
         return OwnRounds(rounds, error or sparse_refusal(self._parts) or self._no_thread())
 
     def _no_thread(self) -> OutOfResources | None:
-        """Return the error if this process gets no thread for its exchanges: the other ranks would wait for them."""
-        try:
-            if any(exchange.overlaps for exchange in self._parts.exchanges.values()):
-                self._parts.thread.begin()
-        except OutOfResources as error:
-            return error
-        return None
+        """Return the error if this process gets no thread for its exchanges."""
+        parts = self._parts
+        return parts.thread.refusal() if any(exchange.overlaps for exchange in parts.exchanges.values()) else None
 
     def collect(self, agreed: StepAgreement) -> Sequence[GradShard]:
         if agreed.rounds:

@@ -115,12 +115,7 @@ class BackgroundGather(ParamGather):
         return self._order
 
     def refusal(self) -> OutOfResources | None:
-        try:
-            if any(exchange.blocks for exchange in self._exchanges.values()):
-                self._thread.begin()
-        except OutOfResources as error:
-            return error
-        return None
+        return self._thread.refusal() if any(exchange.blocks for exchange in self._exchanges.values()) else None
 
     def begin(self, step: int) -> None:
         super().begin(step)

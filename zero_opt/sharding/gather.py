@@ -64,8 +64,7 @@ class ParamGather:
         return range(len(self._partition.buckets))
 
     def refusal(self) -> OutOfResources | None:
-        """Return the error if this process cannot gather. Called before the ranks agree on a step, since the other
-        ranks would wait for this one after that."""
+        """Return the error if this process cannot gather; see :meth:`SerialThread.refusal`."""
 
     def begin(self, step: int) -> None:
         """Expect the buckets that hold a step's result."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import OutOfResources
 from .devices import thread_device
 from .future import Future
 from .interrupts import uninterrupted
@@ -171,6 +172,17 @@ class SerialThread:
                 _threads.start(thread)
                 self._thread = thread
                 _running[thread] = (self._jobs, self._interrupt)
+
+    def refusal(self) -> OutOfResources | None:
+        """Let the thread run, as :meth:`begin` does, and return the error if the operating system refuses it.
+
+        Called before ranks agree on what needs the thread: after that, the others would wait for this one.
+        """
+        try:
+            self.begin()
+        except OutOfResources as error:
+            return error
+        return None
 
     def leave(self, at: float = 0.0) -> None:
         """Keep the interpreter's exit from waiting for the call under way, for which nothing waits any more.

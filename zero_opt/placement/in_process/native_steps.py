@@ -88,8 +88,9 @@ class NativeSteps:
         self, units: Iterable[Unit], groups: Sequence[Mapping[str, Any]], states: StatesByTensor
     ) -> None:
         """Raise StateDictError, naming the parameter, if a state that it steps has a step count that is none."""
-        every = [state["step"] for state in states.values() if state and "step" in state]
-        if not self.update.counts or are_plain_counts(every):
+        if not self.update.counts:
+            return
+        if are_plain_counts([state["step"] for state in states.values() if state and "step" in state]):
             return
         places, counts = list[tuple[Unit, int]](), list[Any]()
         for unit in units:
