@@ -75,7 +75,7 @@ test-ranks: setup
 # training scripts on threaded ranks.
 soak: setup
 	ZERO_OPT_SOAK_S=3600 ZERO_OPT_SOAK_KILL_S=10 $(BIN)/python -m pytest -s test/soak/test_soak.py
-	ZERO_OPT_SOAK_EXITS=2000 ZERO_OPT_SOAK_LOAD=10 $(BIN)/python -m pytest -s test/soak/test_exits.py
+	ZERO_OPT_SOAK_EXITS=2000 ZERO_OPT_SOAK_PROGRAMS=4 $(BIN)/python -m pytest -s test/soak/test_exits.py
 	ZERO_OPT_SOAK=50000 $(BIN)/python -m pytest -s test/whole/test_stateful.py
 
 # The native code under ThreadSanitizer, AddressSanitizer and UBSan, and built by another compiler.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -179,12 +180,25 @@ class BackwardPasses:
     Autograd numbers graph executions as they start. A reentrant checkpoint runs inner graphs inside one backward, each
     with a number of its own; an inner graph is recognized by the autograd Function that called it. Which backward is
     around inner graphs shows only when that has an arrival of its own: then its number is lower than theirs.
+
+    Attributes:
+        handing_over: held by the thread whose hook hands a gradient over.
     """
 
     def __init__(self, hooks: ArrivalHooks) -> None:
         self._hooks, self._task = hooks, -1
+        self.handing_over: Any = threading.RLock()
         self._first_inner: int | None = None
         self._unfinished: set[int] = set()
+
+    def refuse_within_hook(self, call: str) -> None:
+        """Raise StepDesync if a signal handler or a finalizer makes this call while a hook hands a gradient over."""
+        if self.handing_over._is_owned():
+            raise StepDesync(
+                f"{call} was called while a backward hands over a gradient (from a signal handler or a finalizer): "
+                "set a flag there, and call it once the backward has returned. Now call opt.zero_grad() on every "
+                "rank, and repeat the step"
+            )
 
     def note_arrival(self) -> bool:
         """Return whether this arrival is in a backward that started after the last arrival.

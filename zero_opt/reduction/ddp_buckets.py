@@ -71,7 +71,8 @@ class DDPHookReduction(OverlappedReduction):
 
     def _arrived(self, index: int) -> None:  # noqa: ARG002  (DDP's hook takes the gradient)
         """Note the backward, which may end in an exception."""
-        with self._lock:
+        self._passes.refuse_within_hook("backward()")
+        with self._passes.handing_over:
             self._passes.note_arrival()
             self._synced.add(True)  # as far as is known here
 
@@ -86,7 +87,8 @@ class DDPHookReduction(OverlappedReduction):
         self._called = True
         if torch._C._current_graph_task_id() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
-        with self._lock:
+        self._passes.refuse_within_hook("backward()")
+        with self._passes.handing_over:
             if first:
                 self._open_round()
             for param in params:
@@ -179,6 +181,7 @@ class DDPHookReduction(OverlappedReduction):
         return conflict
 
     def reset(self) -> None:
+        self._passes.refuse_within_hook("opt.zero_grad()")
         self._forget_handed()
         for index in self._moved:  # DDP's forward failed
             self._partition.flats[index].param.grad = None

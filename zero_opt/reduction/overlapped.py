@@ -18,7 +18,6 @@ next backward or ``zero_grad()`` hands it to the thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,7 +51,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
     slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, as far as this rank knows.
-    ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under ``_lock``.
+    ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under one lock.
     """
 
     _after_exception = "call opt.zero_grad() on every rank and repeat it"
@@ -63,7 +62,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._hooks = self._hooks_type(self._arrived)
         self._passes = BackwardPasses(self._hooks)
         self._squares: list[ShardSquares] = []
-        self._matching, self._lock = RoundMatching(parts), threading.RLock()
+        self._matching = RoundMatching(parts)
         self._sync, self._places, self._owned = True, GradPlaces(), set[int]()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
@@ -136,7 +135,8 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd, with a thread per device, has accumulated into a grad. Never waits for another rank."""
-        with self._lock:
+        self._passes.refuse_within_hook("backward()")
+        with self._passes.handing_over:
             self._native_round, task = None, graph_task()
             if task != self._task:
                 begins = self._passes.note_arrival()
@@ -152,9 +152,7 @@ class OverlappedReduction(GradReduction, GradOwner):
                 self._open_round()
             self._take(index)
             lists = self._places, self._fills, self._sums, self._rounds, self._withdrawn
-            native_round = NativeRound(task, self._in_round, self._shown, *lists, self._local)
-            if self._task == task:  # else a handler or a finalizer, which that may run, has ended the round
-                self._native_round = native_round
+            self._native_round = NativeRound(task, self._in_round, self._shown, *lists, self._local)
 
     def _take(self, index: int) -> None:
         """Move a parameter's gradient into its bucket's current round."""
@@ -317,6 +315,7 @@ class OverlappedReduction(GradReduction, GradOwner):
                 "the ranks were at different points of this step; call opt.zero_grad() on every rank, and repeat it"
             )
         try:
+            self._passes.refuse_within_hook("opt.step()")
             self._places.require_held(self._parts.all_params, self._partition.flats, self)
             self._require_synced()
             self._take_plain()
@@ -445,6 +444,7 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
+        self._passes.refuse_within_hook("opt.zero_grad()")
         self._spoiled = self._collecting = False
         self._parts.reduce_zeros(self._matching.complete_round(self._active))
         self._submit_deferred()  # other ranks may wait for it
@@ -465,6 +465,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         scale_shards([bucket for bucket in self._partition.buckets if bucket.shard_nbytes], factor)
 
     def zero_consumed(self, param: int) -> None:
+        self._passes.refuse_within_hook("p.grad.zero_()")
         place = self._places[param]
         fill = self._fills.get(place.bucket)
         if fill is not None and not fill.sealed:

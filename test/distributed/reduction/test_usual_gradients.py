@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zero_opt
 from test.support.failures import PATIENCE_S
 from test.support.rank_processes import run_processes
+from zero_opt.errors import StepDesync
 from zero_opt.layout import ALIGN
 from zero_opt.reduction import autograd_hooks, overlapped
 
@@ -71,20 +72,6 @@ def _zeroed_within(params: list[nn.Parameter], rank: int, optimizer: zero_opt.Sh
     _loss(params, rank).backward()
 
 
-def _zeroed_in_a_hook(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
-    """The garbage collector, or a signal, may run the user's code wherever a hook allocates."""
-    made = overlapped.NativeRound
-
-    def zero(*fields: Any) -> overlapped.NativeRound:
-        patch.stop()
-        optimizer.zero_grad()
-        return made(*fields)
-
-    patch = mock.patch.object(overlapped, "NativeRound", zero)
-    patch.start()
-    _loss(params, rank).backward()
-
-
 def _views(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOptimizer) -> None:
     flat = torch.zeros(PARAMS * NUMEL)
     for param, part in zip(params, flat.split(NUMEL), strict=True):
@@ -120,7 +107,6 @@ WAYS: list[Backwards] = [
     _unused,
     _zeroed_between,
     _zeroed_within,
-    _zeroed_in_a_hook,
     _views,
     _retained,
     _in_threads,
@@ -224,3 +210,67 @@ def _freed(rank: int, world_size: int) -> int:
 
 def test_hooks_of_an_optimizer_that_is_gone_leave_gradients() -> None:
     assert run_processes(2, _freed) == [PARAMS, PARAMS]
+
+
+def _interrupted(rank: int, world_size: int, call: str) -> tuple[list[str], list[Tensor]]:
+    """The garbage collector, or a signal, may run the user's code wherever a hook allocates: here on rank 0."""
+    params, made = _model(), overlapped.NativeRound
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+
+    def backward() -> None:
+        with torch.enable_grad():  # which is off in a hook
+            _loss(params, rank).backward()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "opt.zero_grad()": optimizer.zero_grad,
+        "backward()": backward,
+        "opt.step()": optimizer.step,
+        "p.grad.zero_()": lambda: [param.grad.zero_() for param in params if param.grad is not None],
+    }
+
+    def interrupt(*fields: Any) -> overlapped.NativeRound:
+        patch.stop()
+        calls[call]()
+        return made(*fields)
+
+    patch = mock.patch.object(overlapped, "NativeRound", interrupt)
+    said = []
+    for _ in range(2):
+        if rank == 0:
+            patch.start()
+            with pytest.raises(StepDesync) as interrupted:
+                _loss(params, rank).backward()
+            said.append(str(interrupted.value))
+        else:
+            _loss(params, rank).backward()
+        if rank == 1 or call != "opt.step()":
+            with pytest.raises(StepDesync):
+                optimizer.step()
+        optimizer.zero_grad()
+        _loss(params, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [param.detach().clone() for param in params]
+    optimizer.close()
+    return said, found
+
+
+@pytest.mark.parametrize("call", ["opt.zero_grad()", "backward()", "opt.step()", "p.grad.zero_()"])
+def test_calls_within_a_hook_are_refused_and_the_step_can_be_repeated(call: str) -> None:
+    ranks = run_processes(2, _interrupted, call)
+    untouched = run_processes(2, _trained_plainly, 2)
+    for (_, found), expected in zip(ranks, untouched, strict=True):
+        assert all(map(torch.equal, found, expected))
+    for said in ranks[0][0]:
+        assert said.startswith(f"{call} was called while a backward hands over a gradient")
+
+
+def _trained_plainly(rank: int, world_size: int, steps: int) -> list[Tensor]:
+    params = _model()
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+    for _ in range(steps):
+        _loss(params, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
