@@ -164,22 +164,17 @@ def fitted_state(
         loaded = [{**group, **hypers} for group, hypers in zip(param_groups, groups, strict=True)]
         config.placement.check_hypers(loaded)
         loadable = fitting if whole else config.placement.loadable(fitting)
-        fitting = _taken(type(states)(loadable), param_groups, config, refused, whole=whole)
+        fitting = _taken(type(states)(loadable), config, refused, whole=whole)
         return Loaded(type(states)(fitting), groups, refused)  # some of the usual states are usual too
     except (UnsupportedOptimizer, ConfigConflict) as error:
         raise StateDictError(f"in the state dict, {error}") from error
 
 
 def _taken(
-    states: Mapping[int, Mapping[str, Any]],
-    param_groups: Sequence[Mapping[str, Any]],
-    config: Config,
-    refused: Refused,
-    *,
-    whole: bool,
+    states: Mapping[int, Mapping[str, Any]], config: Config, refused: Refused, *, whole: bool
 ) -> dict[int, Mapping[str, Any]]:
     """Return the states that the placement takes, or the wrapped class itself."""
-    params, taken = [param for group in param_groups for param in group["params"]], {}
+    taken = dict[int, Mapping[str, Any]]()
     usual = isinstance(states, UsualStates)  # plain tensors
     for index, state in states.items():
         with refused.each():
@@ -190,7 +185,7 @@ def _taken(
                 if isinstance(state.get(key), Tensor):
                     require_squares(f"state {key!r} of parameter {index}", local_of(state[key]))
             if not whole:
-                config.placement.check_state(index, params[index], state)
+                config.placement.check_state(index, state)
             if state or whole:  # an empty one is none: the parameter has not been stepped
                 taken[index] = state
     return taken

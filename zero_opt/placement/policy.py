@@ -141,7 +141,7 @@ class PlacementPolicy(ABC):
             if param.requires_grad:
                 self.check_param(param, describe(index))
 
-    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Raise StateDictError for the loaded state of a parameter if the placement cannot take all of it."""
         return
 
@@ -262,5 +262,5 @@ class NativePolicy(SinglePlacePolicy[OffloadT]):
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self.name, self.inputs.optimizer_class, groups)
 
-    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         check_state(index, state, self.update)

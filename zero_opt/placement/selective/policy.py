@@ -59,7 +59,7 @@ class SelectivePolicy(PlacementPolicy):
     def check_hypers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         check_groups(self._inner.name, self.inputs.optimizer_class, groups, ADAM_CLASSES)
 
-    def check_state(self, index: int, param: Tensor, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         check_state(index, state, ADAM)
 
     def loadable(self, states: ParamStates) -> ParamStates:
