@@ -204,7 +204,7 @@ class BetweenSteps(Engine):
                     self.parts.visible.note_entries()
             raise
 
-    def require_groups(self) -> None:
+    def before_zero_grad(self) -> None:
         self._planner.planned.require_groups()
 
     def require_replaceable(self) -> None:

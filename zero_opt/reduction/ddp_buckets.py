@@ -22,9 +22,9 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
-from .autograd_hooks import ArrivalHooks
+from .autograd_hooks import ArrivalHooks, graph_task, within_backward
 from .consumed_grad import ConsumedGrad
-from .ddp_conflict import ddp_conflict, forward_of_ddp, over_other_ranks
+from .ddp_conflict import calls_hook, ddp_conflict, forward_of_ddp, over_other_ranks
 from .grad_places import GradPlaces
 from .interface import OwnRounds, ReductionParts
 from .overlapped import OverlappedReduction
@@ -35,6 +35,10 @@ _NOT_REGISTERED = (
     "reduction=zero_opt.AlreadyReduced(), under which DDP reduces by itself. If the hook is registered, every backward "
     "was inside ddp.no_sync(): the gradients are in p.grad still, and the next backward adds to them; or it was "
     "registered with an optimizer that is closed: make DDP anew"
+)
+_UNFINISHED = (
+    "DistributedDataParallel has not handed over all gradients of the last backward, since {} has got none: make it "
+    "with find_unused_parameters=True, and the optimizer anew"
 )
 
 
@@ -85,7 +89,7 @@ class DDPHookReduction(OverlappedReduction):
         if not self._called and (conflict := over_other_ranks(params[0], self._parts.agreement.group.ranks)):
             raise conflict
         self._called = True
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() == -1:
             return  # Join: a rank without inputs shadows DDP's calls, and our own hook contributes its zeros
         self._passes.refuse_within_hook("backward()")
         with self._passes.handing_over:
@@ -127,7 +131,7 @@ class DDPHookReduction(OverlappedReduction):
     def may_copy_pending(self, param: int, target: Tensor) -> bool:
         if not self._called:
             return False
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             self._copied.add(param)
             return True
         module = forward_of_ddp()
@@ -140,7 +144,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _put_back(self) -> None:
         """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
-        for index, view in self._moved.items():
+        for index, view in [*self._moved.items()]:  # which zero_grad() of a signal handler clears
             param = self._partition.flats[index].param
             if param.grad is view:
                 param.grad = self._places[index].consumed
@@ -148,7 +152,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _end_backward(self) -> None:
         """Make ``p.grad``, to which DDP has written, say again who holds the gradient."""
-        for index, param in self._handed.items():
+        for index, param in [*self._handed.items()]:  # which zero_grad() of a signal handler clears
             param.grad = self._places[index].consumed if index in self._shown else None
         self._forget_handed()
 
@@ -156,9 +160,25 @@ class DDPHookReduction(OverlappedReduction):
         self._handed.clear()
         self._copied.clear()
 
+    def refuse_within_hook(self, call: str) -> None:
+        """See :class:`GradReduction`. From its first bucket to the end of the backward, DDP has views in ``p.grad``."""
+        if self._handed and graph_task() != -1:
+            raise within_backward(call)
+        super().refuse_within_hook(call)
+
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:
         self._put_back()
-        return super().send_rest(error or (self._conflict() if self._called else None), absent=absent, steps=steps)
+        if self._called:
+            error = error or self._unfinished() or self._conflict()
+        return super().send_rest(error, absent=absent, steps=steps)
+
+    def _unfinished(self) -> GradientConflict | None:
+        """Return the error of a backward that has ended with buckets that DDP still waits to fill."""
+        if not self._handed or graph_task() != -1 or self._passes.broken():
+            return None
+        flats = self._partition.flats.items()
+        missing = [flat.label for i, flat in flats if flat.param.requires_grad and i not in self._handed]
+        return GradientConflict(_UNFINISHED.format(missing[0] if missing else "a parameter"))
 
     def _require_synced(self) -> None:
         """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``.
@@ -169,7 +189,9 @@ class DDPHookReduction(OverlappedReduction):
             grads = [flat.param.grad for flat in self._partition.flats.values()]
             given = [grad for grad in grads if grad is not None]
             if given and (self._synced or not all(map(_is_zero, given))):
-                raise GradientConflict(_NOT_REGISTERED)
+                unused = [flat.label for flat in self._partition.flats.values() if flat.param.grad is None]
+                hooked = unused and calls_hook(flat.param for flat in self._partition.flats.values())
+                raise GradientConflict(_UNFINISHED.format(unused[0]) if hooked else _NOT_REGISTERED)
         super()._require_synced()
 
     def _conflict(self) -> GradientConflict | None:
@@ -181,7 +203,6 @@ class DDPHookReduction(OverlappedReduction):
         return conflict
 
     def reset(self) -> None:
-        self._passes.refuse_within_hook("opt.zero_grad()")
         self._forget_handed()
         for index in self._moved:  # DDP's forward failed
             self._partition.flats[index].param.grad = None

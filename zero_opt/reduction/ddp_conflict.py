@@ -72,6 +72,16 @@ def over_other_ranks(param: Tensor, ranks: Sequence[int]) -> ConfigConflict | No
     )
 
 
+def calls_hook(params: Iterable[Tensor]) -> bool:
+    """Return whether a ``DistributedDataParallel`` of any of the parameters calls a hook after its last forward.
+
+    It does not after a forward in ``no_sync()``, which leaves False in the attribute that is read here.
+    """
+    held = {id(param) for param in params}
+    hooked = [ddp for ddp in _instances(DistributedDataParallel) if vars(ddp).get("_comm_hooks")]
+    return any(id(param) in held for ddp in hooked if ddp.require_forward_param_sync for param in ddp.parameters())
+
+
 def _is_ignored(param: Tensor) -> bool:
     return any(
         held is param and name in getattr(ddp, "parameters_to_ignore", ())

@@ -231,6 +231,10 @@ class GradReduction(ABC):
         """
         return nullcontext()
 
+    def refuse_within_hook(self, call: str) -> None:  # noqa: ARG002  (of the protocol)
+        """Raise StepDesync if this call comes from a signal handler or a finalizer in a hook of a gradient."""
+        return
+
     def reset(self) -> None:
         """Void the gradients of this epoch: ``zero_grad`` was called."""
 

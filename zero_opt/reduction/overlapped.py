@@ -61,8 +61,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         super().__init__(parts)
         self._hooks = self._hooks_type(self._arrived)
         self._passes = BackwardPasses(self._hooks)
-        self._squares: list[ShardSquares] = []
-        self._matching = RoundMatching(parts)
+        self._squares, self._matching = list[ShardSquares](), RoundMatching(parts)
         self._sync, self._places, self._owned = True, GradPlaces(), set[int]()
         self._live, self._shown, self._sums = set[int](), set[int](), OwnSums()
         self._void: Future[None] | None = None  # of what is on the thread behind rounds that are void
@@ -132,6 +131,9 @@ class OverlappedReduction(GradReduction, GradOwner):
             yield
         finally:
             self._sync, self._task, self._native_round = before, None, None
+
+    def refuse_within_hook(self, call: str) -> None:
+        self._passes.refuse_within_hook(call)
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd, with a thread per device, has accumulated into a grad. Never waits for another rank."""
@@ -232,8 +234,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         self._fills = {index: partition.buckets[index].fill() for index in self._active}
         self._in_round.clear()
         self._withdrawn.clear()
-        self._rounds += 1
-        self._next = 0
+        self._rounds, self._next = self._rounds + 1, 0
 
     def _scale_held(self) -> None:
         """Multiply the held gradients by :attr:`step_factor`, before the next round is added to them."""
@@ -315,7 +316,7 @@ class OverlappedReduction(GradReduction, GradOwner):
                 "the ranks were at different points of this step; call opt.zero_grad() on every rank, and repeat it"
             )
         try:
-            self._passes.refuse_within_hook("opt.step()")
+            self.refuse_within_hook("opt.step() or opt.clip_grad_norm_()")
             self._places.require_held(self._parts.all_params, self._partition.flats, self)
             self._require_synced()
             self._take_plain()
@@ -444,7 +445,6 @@ class OverlappedReduction(GradReduction, GradOwner):
 
     def reset(self) -> None:
         """See :class:`GradReduction`. Exchanges under way end by themselves; nothing reads their results."""
-        self._passes.refuse_within_hook("opt.zero_grad()")
         self._spoiled = self._collecting = False
         self._parts.reduce_zeros(self._matching.complete_round(self._active))
         self._submit_deferred()  # other ranks may wait for it
@@ -465,7 +465,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         scale_shards([bucket for bucket in self._partition.buckets if bucket.shard_nbytes], factor)
 
     def zero_consumed(self, param: int) -> None:
-        self._passes.refuse_within_hook("p.grad.zero_()")
+        self.refuse_within_hook("p.grad.zero_()")
         place = self._places[param]
         fill = self._fills.get(place.bucket)
         if fill is not None and not fill.sealed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_opt
 from test.support.harness import assert_bitwise, run_processes
+from zero_opt.reduction import ddp_buckets
 
 STEPS = 3
 
@@ -98,3 +100,86 @@ def _without_a_hook(rank: int, world_size: int, what: str) -> str:
 def test_gradients_without_a_hook_are_still_an_error_on_every_rank(what: str) -> None:
     for message in run_processes(2, _without_a_hook, what):
         assert "DistributedDataParallel has not called zero_opt.ddp_hook" in message
+
+
+def _with_an_unused_layer(rank: int, world_size: int, bucket_cap_mb: float, finds: bool) -> tuple[str, bool]:
+    model = nn.ModuleDict({"used": _model(), "unused": nn.Linear(2, 2)})
+    optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=zero_opt.DDPHook())
+    ddp = DistributedDataParallel(_First(model), bucket_cap_mb=bucket_cap_mb, find_unused_parameters=finds)
+    ddp.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    before, said = [param.detach().clone() for param in model.parameters()], "nothing"
+    ddp(torch.ones(4, 30)).sum().backward()
+    try:
+        optimizer.step()
+    except zero_opt.GradientConflict as error:
+        said = str(error)
+    changed = not all(map(torch.equal, model.parameters(), before))
+    optimizer.close()
+    return said, changed
+
+
+class _First(nn.Module):
+    def __init__(self, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return self.model["used"](values)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.0001])
+def test_a_bucket_that_ddp_still_waits_to_fill_is_an_error_that_names_the_parameter(bucket_cap_mb: float) -> None:
+    for said, changed in run_processes(2, _with_an_unused_layer, bucket_cap_mb, False):
+        assert "parameter 4 (group 0, position 4) has got none: make it with find_unused_parameters=True" in said
+        assert not changed
+    for said, changed in run_processes(2, _with_an_unused_layer, bucket_cap_mb, True):
+        assert said == "nothing" and changed
+
+
+def _called_within(rank: int, world_size: int, call: str, where: str) -> tuple[list[str], Any]:
+    """A signal handler of rank 0 calls the optimizer after a gradient, or as a backward ends; it catches the error."""
+    ddp, optimizer = _wrapped(_model())
+    said = list[str]()
+    method = getattr(ddp_buckets.DDPHookReduction, where)
+
+    def interrupted(*arguments: Any) -> None:
+        if not said and rank == 0 and call:
+            said.append("nothing")
+            try:
+                getattr(optimizer, call)()
+            except zero_opt.StepDesync as error:
+                said[0] = str(error)
+        method(*arguments)
+
+    with mock.patch.object(ddp_buckets.DDPHookReduction, where, interrupted):
+        ddp(torch.full((4, 30), 1.0 + rank)).square().sum().backward()
+    if call != "step":
+        optimizer.step()
+    elif rank == 1:
+        with pytest.raises(zero_opt.StepDesync, match=r"rank 0: opt\.step\(\)"):
+            optimizer.step()
+    optimizer.zero_grad()
+    _train(ddp, optimizer, range(STEPS), rank)
+    optimizer.close()
+    return said, [param.detach() for param in ddp.parameters()]
+
+
+def _trained_plainly(rank: int, world_size: int) -> Any:
+    ddp, optimizer = _wrapped(_model())
+    _train(ddp, optimizer, range(STEPS), rank)
+    optimizer.close()
+    return [param.detach() for param in ddp.parameters()]
+
+
+@pytest.mark.parametrize("where", ["_take_from", "_end_backward"])
+@pytest.mark.parametrize("call", ["zero_grad", "step"])
+def test_calls_within_a_backward_of_ddp_are_refused_and_change_nothing(call: str, where: str) -> None:
+    found = run_processes(2, _called_within, call, where)
+    if call == "step":
+        wanted = run_processes(2, _trained_plainly)
+    else:
+        wanted = [params for _, params in run_processes(2, _called_within, "", where)]
+    for (_, params), expected in zip(found, wanted, strict=True):
+        assert_bitwise(params, expected)
+    assert found[0][0][0].startswith(f"opt.{call}()")
+    assert "was called while a backward hands over a gradient" in found[0][0][0]

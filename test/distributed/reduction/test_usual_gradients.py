@@ -262,7 +262,55 @@ def test_calls_within_a_hook_are_refused_and_the_step_can_be_repeated(call: str)
     for (_, found), expected in zip(ranks, untouched, strict=True):
         assert all(map(torch.equal, found, expected))
     for said in ranks[0][0]:
-        assert said.startswith(f"{call} was called while a backward hands over a gradient")
+        assert said.startswith(call)
+        assert "was called while a backward hands over a gradient" in said
+
+
+def _swallowed(rank: int, world_size: int, offload: zero_opt.CPUOffload | None) -> tuple[list[str], list[Tensor]]:
+    """What a finalizer raises is printed, and goes no further."""
+    params, made = _model(), overlapped.NativeRound
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, offload=offload)
+    said = list[str]()
+
+    def interrupt(*fields: Any) -> overlapped.NativeRound:
+        patch.stop()
+        try:
+            optimizer.zero_grad()
+        except StepDesync as error:
+            said.append(str(error))
+        return made(*fields)
+
+    patch = mock.patch.object(overlapped, "NativeRound", interrupt)
+    for step in range(2):
+        _loss(params, rank).backward()
+        if rank == 0 and step == 1:
+            patch.start()
+        _loss(params, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [param.detach().clone() for param in params]
+    optimizer.close()
+    return said, found
+
+
+def _summed(rank: int, world_size: int, offload: zero_opt.CPUOffload | None) -> list[Tensor]:
+    params = _model()
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, offload=offload)
+    for _ in range(2):
+        for _ in range(2):
+            _loss(params, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize(("world_size", "offload"), [(2, None), (1, zero_opt.CPUOffload())])
+def test_a_refused_zero_grad_drops_nothing(world_size: int, offload: zero_opt.CPUOffload | None) -> None:
+    ranks, expected = (run_processes(world_size, train, offload) for train in (_swallowed, _summed))
+    for (_, found), values in zip(ranks, expected, strict=True):
+        assert all(map(torch.equal, found, values))
+    assert [text[:15] for text in ranks[0][0]] == ["opt.zero_grad()"]
 
 
 def _trained_plainly(rank: int, world_size: int, steps: int) -> list[Tensor]:
