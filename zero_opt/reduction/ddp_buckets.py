@@ -152,7 +152,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _end_backward(self) -> None:
         """Make ``p.grad``, to which DDP has written, say again who holds the gradient."""
-        for index, param in [*self._handed.items()]:  # which zero_grad() of a signal handler clears
+        for index, param in self._handed.items():
             param.grad = self._places[index].consumed if index in self._shown else None
         self._forget_handed()
 
@@ -176,9 +176,13 @@ class DDPHookReduction(OverlappedReduction):
         """Return the error of a backward that has ended with buckets that DDP still waits to fill."""
         if not self._handed or graph_task() != -1 or self._passes.broken():
             return None
-        flats = self._partition.flats.items()
-        missing = [flat.label for i, flat in flats if flat.param.requires_grad and i not in self._handed]
-        return GradientConflict(_UNFINISHED.format(missing[0] if missing else "a parameter"))
+        return self._without_gradient({*self._partition.flats} - self._handed.keys())
+
+    def _without_gradient(self, indices: Iterable[int]) -> GradientConflict | None:
+        """Return the error that names the first of these parameters, if one of them should have got a gradient."""
+        flats = self._partition.flats
+        labels = [flats[index].label for index in sorted(indices) if flats[index].param.requires_grad]
+        return GradientConflict(_UNFINISHED.format(labels[0])) if labels else None
 
     def _require_synced(self) -> None:
         """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``.
@@ -186,12 +190,11 @@ class DDPHookReduction(OverlappedReduction):
         DDP calls no hook where no backward has come: zeros are then taken, with which torch makes places for state.
         """
         if not self._called:
-            grads = [flat.param.grad for flat in self._partition.flats.values()]
-            given = [grad for grad in grads if grad is not None]
-            if given and (self._synced or not all(map(_is_zero, given))):
-                unused = [flat.label for flat in self._partition.flats.values() if flat.param.grad is None]
-                hooked = unused and calls_hook(flat.param for flat in self._partition.flats.values())
-                raise GradientConflict(_UNFINISHED.format(unused[0]) if hooked else _NOT_REGISTERED)
+            params = {index: flat.param for index, flat in self._partition.flats.items()}
+            given = {index: param.grad for index, param in params.items() if param.grad is not None}
+            if given and (self._synced or not all(map(_is_zero, given.values()))):
+                unused = self._without_gradient(params.keys() - given) if calls_hook(params.values()) else None
+                raise unused or GradientConflict(_NOT_REGISTERED)
         super()._require_synced()
 
     def _conflict(self) -> GradientConflict | None:

@@ -465,7 +465,7 @@ class OverlappedReduction(GradReduction, GradOwner):
         scale_shards([bucket for bucket in self._partition.buckets if bucket.shard_nbytes], factor)
 
     def zero_consumed(self, param: int) -> None:
-        self.refuse_within_hook("p.grad.zero_()")
+        self._passes.refuse_within_hook("p.grad.zero_()")
         place = self._places[param]
         fill = self._fills.get(place.bucket)
         if fill is not None and not fill.sealed:
