@@ -107,7 +107,7 @@ class BetweenSteps(Engine):
         self.count, self.agreement, self.partition = parts.count, parts.agreement, parts.partition
         self.reduction, self.placement, self.gather = parts.reduction, parts.placement, parts.gather
         self._lagging = PendingParams(self._refuse_reads)
-        self._one_call.watch = self._watch_late
+        self._one_call.watch, self._one_call.within_hook = self._watch_late, self.reduction.within_hook
         self._finalizer = weakref.finalize(user, _end_dropped, groups, parts.placement)
         self._finalizer.atexit = False
 
@@ -204,7 +204,7 @@ class BetweenSteps(Engine):
                     self.parts.visible.note_entries()
             raise
 
-    def before_zero_grad(self) -> None:
+    def require_groups(self) -> None:
         self._planner.planned.require_groups()
 
     def require_replaceable(self) -> None:

@@ -68,13 +68,8 @@ class Engine(Protocol):
     def set_state(self, state: dict[str, Any]) -> None:
         """Do what ``torch.optim.Optimizer.__setstate__`` does."""
 
-    def before_zero_grad(self) -> None:
-        """Raise what ``zero_grad()`` raises, before it drops anything.
-
-        Raises:
-            ParamsReplaced: the user has put something in the place of ``param_groups`` that is none.
-            StepDesync: a signal handler or a finalizer has called it while a hook hands a gradient over.
-        """
+    def require_groups(self) -> None:
+        """Raise ParamsReplaced if the user has put something in the place of ``param_groups`` that is none."""
         return
 
     def add_param_group(self, group: dict[str, Any]) -> None:

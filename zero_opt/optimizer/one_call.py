@@ -31,18 +31,20 @@ class OneCall:
         watch: what is called when a call has ended, so that late parameters are watched. Within a call they are not.
         under_way: the call that is under way, as messages name it. ``None`` while the user's closure runs in it.
         reading: the threads that are inside ``state_dict()``.
+        within_hook: whether the caller's thread is handing a gradient over in a backward.
     """
 
     def __init__(self) -> None:
         self.watch: Callable[[], None] | None = None
         self.under_way: str | None = None
         self.reading = set[int]()
+        self.within_hook: Callable[[], bool] = bool
 
     def refusal(self, call: str, under_way: str | None) -> StepDesync:
         """Return the error for a call that begins while another one is under way."""
         return StepDesync(
-            f"{call} was called while {under_way} is under way (from a signal handler or another thread): set a flag "
-            f"there, and call it once {under_way} has returned"
+            f"{call} was called while {under_way} is under way (from a signal handler, a hook or another thread): "
+            f"set a flag there, and call it once {under_way} has returned"
         )
 
     def read(self, state_dict: Callable[[], _Read]) -> _Read:
@@ -94,6 +96,8 @@ def one_call(call: str, *, replans: bool = False, traced: bool = False) -> Calla
             one: OneCall = self._one_call
             if one.reading and get_ident() in one.reading:  # a signal handler has interrupted state_dict()
                 raise one.refusal(call, "opt.state_dict()")
+            if one.within_hook():
+                raise one.refusal(call, "backward()")
             # From here to "try" nothing is called, so the interpreter runs no signal handler and no other thread: two
             # calls cannot both begin, and an exception of a handler cannot leave a call that has ended under way.
             if one.under_way is not None:

@@ -444,10 +444,6 @@ class ShardedEngine(BetweenSteps):
     def unscaling(self, factor: Tensor) -> AbstractContextManager[None]:
         return self.reduction.unscaling(factor)
 
-    def before_zero_grad(self) -> None:
-        super().before_zero_grad()
-        self.reduction.refuse_within_hook("opt.zero_grad()")
-
     def zero_grad(self) -> None:
         self.reduction.reset()
         self.count.epoch += 1

@@ -241,7 +241,7 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not. With ``set_to_none=False`` a ``p.grad`` that can be read is zeroed.
         Not collective, but every rank must call it between the same steps."""
-        self._engine.before_zero_grad()
+        self._engine.require_groups()
         super().zero_grad(set_to_none)
         self._engine.zero_grad()
 

@@ -170,15 +170,6 @@ def ended_in_exception(remedy: str) -> StepDesync:
     )
 
 
-def within_backward(call: str) -> StepDesync:
-    """Return the error of a call that must wait until a backward is over."""
-    return StepDesync(
-        f"{call} was called while a backward hands over a gradient (from a signal handler or a finalizer): set a flag "
-        "there, and call it once the backward has returned. If the backward ends in this error, call opt.zero_grad() "
-        "on every rank, and repeat the step"
-    )
-
-
 # In the place of the number of a pass that compiled autograd runs.
 _COMPILED = -2
 
@@ -203,7 +194,11 @@ class BackwardPasses:
     def refuse_within_hook(self, call: str) -> None:
         """Raise StepDesync if a signal handler or a finalizer makes this call while a hook hands a gradient over."""
         if self.handing_over._is_owned():
-            raise within_backward(call)
+            raise StepDesync(
+                f"{call} was called while another backward hands a gradient over (from a signal handler or a "
+                "finalizer): set a flag there, and make the call after the backward has returned. If the backward ends "
+                "in this error, call opt.zero_grad() on every rank, and repeat the step"
+            )
 
     def note_arrival(self) -> bool:
         """Return whether this arrival is in a backward that started after the last arrival.

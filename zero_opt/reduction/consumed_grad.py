@@ -285,10 +285,10 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:  # noqa:
 
 
 def _zero(target: Any) -> Any:
-    target.pending = None
     owner = target.owner()
     if owner is not None:
-        owner.zero_consumed(target.param)
+        owner.zero_consumed(target.param)  # may refuse
+    target.pending = None
     return target
 
 

@@ -22,9 +22,9 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ConfigConflict, GradientConflict, ZeroOptError
 from ..sharding.buckets import GradBucket
-from .autograd_hooks import ArrivalHooks, graph_task, within_backward
+from .autograd_hooks import ArrivalHooks, ended_in_exception, graph_task
 from .consumed_grad import ConsumedGrad
-from .ddp_conflict import calls_hook, ddp_conflict, forward_of_ddp, over_other_ranks
+from .ddp_conflict import ddp_conflict, forward_of_ddp, over_other_ranks, waits_to_fill
 from .grad_places import GradPlaces
 from .interface import OwnRounds, ReductionParts
 from .overlapped import OverlappedReduction
@@ -36,9 +36,10 @@ _NOT_REGISTERED = (
     "was inside ddp.no_sync(): the gradients are in p.grad still, and the next backward adds to them; or it was "
     "registered with an optimizer that is closed: make DDP anew"
 )
-_UNFINISHED = (
-    "DistributedDataParallel has not handed over all gradients of the last backward, since {} has got none: make it "
-    "with find_unused_parameters=True, and the optimizer anew"
+_UNFILLED = (
+    "DistributedDataParallel has not handed over all gradients of the last backward: a parameter got none, or was "
+    "frozen after DistributedDataParallel was made. Make DistributedDataParallel anew with "
+    "find_unused_parameters=True, and then the optimizer"
 )
 
 
@@ -66,6 +67,7 @@ class DDPHookReduction(OverlappedReduction):
         self._copied: set[int] = set()  # whose pending gradients DDP has copied to its bucket
         self._moved: dict[int, Tensor] = {}  # views of rebuilt buckets that DDP's forward has pointed p.grad to
         self._handed: dict[int, Tensor] = {}
+        self._handed_last = False  # whether the last bucket is among those
         self._examined: set[int] = set()  # reduced by no DDP on its own
 
     def watch(self, buckets: Sequence[GradBucket]) -> None:
@@ -97,6 +99,7 @@ class DDPHookReduction(OverlappedReduction):
                 self._open_round()
             for param in params:
                 self._take_from(param, buffer)
+            self._handed_last = last
         if last:
             # DDP's own callback, which copies buckets to p.grad, is queued after the last bucket's hook.
             engine = torch.autograd.Variable._execution_engine
@@ -144,7 +147,7 @@ class DDPHookReduction(OverlappedReduction):
 
     def _put_back(self) -> None:
         """Restore every ``p.grad`` that DDP has pointed to a rebuilt bucket."""
-        for index, view in [*self._moved.items()]:  # which zero_grad() of a signal handler clears
+        for index, view in [*self._moved.items()]:  # a copy: zero_grad() in a signal handler clears the dict
             param = self._partition.flats[index].param
             if param.grad is view:
                 param.grad = self._places[index].consumed
@@ -160,29 +163,21 @@ class DDPHookReduction(OverlappedReduction):
         self._handed.clear()
         self._copied.clear()
 
-    def refuse_within_hook(self, call: str) -> None:
-        """See :class:`GradReduction`. From its first bucket to the end of the backward, DDP has views in ``p.grad``."""
-        if self._handed and graph_task() != -1:
-            raise within_backward(call)
-        super().refuse_within_hook(call)
+    def within_hook(self) -> bool:
+        """See :class:`GradReduction`. ``p.grad`` holds DDP's views from its first bucket to the backward's end."""
+        return (bool(self._handed) and graph_task() != -1) or super().within_hook()
 
     def send_rest(self, error: ZeroOptError | None, *, absent: bool, steps: bool) -> OwnRounds:
         self._put_back()
         if self._called:
-            error = error or self._unfinished() or self._conflict()
+            error = error or self._left_over() or self._conflict()
         return super().send_rest(error, absent=absent, steps=steps)
 
-    def _unfinished(self) -> GradientConflict | None:
-        """Return the error of a backward that has ended with buckets that DDP still waits to fill."""
-        if not self._handed or graph_task() != -1 or self._passes.broken():
+    def _left_over(self) -> ZeroOptError | None:
+        """Return the error of a backward that has ended, and not put every ``p.grad`` back."""
+        if not self._handed or self._passes.broken():
             return None
-        return self._without_gradient({*self._partition.flats} - self._handed.keys())
-
-    def _without_gradient(self, indices: Iterable[int]) -> GradientConflict | None:
-        """Return the error that names the first of these parameters, if one of them should have got a gradient."""
-        flats = self._partition.flats
-        labels = [flats[index].label for index in sorted(indices) if flats[index].param.requires_grad]
-        return GradientConflict(_UNFINISHED.format(labels[0])) if labels else None
+        return ended_in_exception(self._after_exception) if self._handed_last else GradientConflict(_UNFILLED)
 
     def _require_synced(self) -> None:
         """Raise GradientConflict if DDP has never called the hook, and GradientsLocal; gradients stay in ``p.grad``.
@@ -190,11 +185,10 @@ class DDPHookReduction(OverlappedReduction):
         DDP calls no hook where no backward has come: zeros are then taken, with which torch makes places for state.
         """
         if not self._called:
-            params = {index: flat.param for index, flat in self._partition.flats.items()}
-            given = {index: param.grad for index, param in params.items() if param.grad is not None}
-            if given and (self._synced or not all(map(_is_zero, given.values()))):
-                unused = self._without_gradient(params.keys() - given) if calls_hook(params.values()) else None
-                raise unused or GradientConflict(_NOT_REGISTERED)
+            params = [flat.param for flat in self._partition.flats.values()]
+            given = [param.grad for param in params if param.grad is not None]
+            if given and (self._synced or not all(map(_is_zero, given))):
+                raise GradientConflict(_UNFILLED if waits_to_fill(params) else _NOT_REGISTERED)
         super()._require_synced()
 
     def _conflict(self) -> GradientConflict | None:

@@ -72,14 +72,19 @@ def over_other_ranks(param: Tensor, ranks: Sequence[int]) -> ConfigConflict | No
     )
 
 
-def calls_hook(params: Iterable[Tensor]) -> bool:
-    """Return whether a ``DistributedDataParallel`` of any of the parameters calls a hook after its last forward.
+def waits_to_fill(params: Iterable[Tensor]) -> bool:
+    """Return whether a ``DistributedDataParallel`` of these parameters waits for a gradient before it calls its hook.
 
-    It does not after a forward in ``no_sync()``, which leaves False in the attribute that is read here.
+    It does after a synced forward, if some of its parameters have got a gradient, and others none. A forward in
+    ``no_sync()``, or without gradients, leaves False in the attribute that is read here.
     """
     held = {id(param) for param in params}
-    hooked = [ddp for ddp in _instances(DistributedDataParallel) if vars(ddp).get("_comm_hooks")]
-    return any(id(param) in held for ddp in hooked if ddp.require_forward_param_sync for param in ddp.parameters())
+    for ddp in _instances(DistributedDataParallel):
+        waits = ddp.require_forward_param_sync and not (ddp.find_unused_parameters or ddp.static_graph)
+        grads = [param.grad for param in ddp.parameters() if id(param) in held]
+        if waits and vars(ddp).get("_comm_hooks") and len({grad is None for grad in grads}) == 2:
+            return True
+    return False
 
 
 def _is_ignored(param: Tensor) -> bool:

@@ -231,9 +231,9 @@ class GradReduction(ABC):
         """
         return nullcontext()
 
-    def refuse_within_hook(self, call: str) -> None:  # noqa: ARG002  (of the protocol)
-        """Raise StepDesync if this call comes from a signal handler or a finalizer in a hook of a gradient."""
-        return
+    def within_hook(self) -> bool:
+        """Return whether the caller's thread is handing a gradient over: a signal handler, a finalizer, or a hook."""
+        return False
 
     def reset(self) -> None:
         """Void the gradients of this epoch: ``zero_grad`` was called."""

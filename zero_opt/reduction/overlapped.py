@@ -51,7 +51,7 @@ class OverlappedReduction(GradReduction, GradOwner):
     ``_launch_order`` has all buckets, ``_active`` those with a trainable parameter, in that order; ``_completed`` has
     those that were completed here, until the ranks have agreed on rank 0's order. ``_live`` holds the parameters whose
     slices of the shard hold a gradient to add to, ``_shown`` those whose ``p.grad`` says so, as far as this rank knows.
-    ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under one lock.
+    ``_owned`` has those with a slice here. Hooks, and what they call, run on autograd's threads, under a lock.
     """
 
     _after_exception = "call opt.zero_grad() on every rank and repeat it"
@@ -132,8 +132,8 @@ class OverlappedReduction(GradReduction, GradOwner):
         finally:
             self._sync, self._task, self._native_round = before, None, None
 
-    def refuse_within_hook(self, call: str) -> None:
-        self._passes.refuse_within_hook(call)
+    def within_hook(self) -> bool:
+        return bool(self._passes.handing_over._is_owned())
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd, with a thread per device, has accumulated into a grad. Never waits for another rank."""
@@ -316,7 +316,6 @@ class OverlappedReduction(GradReduction, GradOwner):
                 "the ranks were at different points of this step; call opt.zero_grad() on every rank, and repeat it"
             )
         try:
-            self.refuse_within_hook("opt.step() or opt.clip_grad_norm_()")
             self._places.require_held(self._parts.all_params, self._partition.flats, self)
             self._require_synced()
             self._take_plain()

@@ -102,13 +102,32 @@ def test_gradients_without_a_hook_are_still_an_error_on_every_rank(what: str) ->
         assert "DistributedDataParallel has not called zero_opt.ddp_hook" in message
 
 
-def _with_an_unused_layer(rank: int, world_size: int, bucket_cap_mb: float, finds: bool) -> tuple[str, bool]:
-    model = nn.ModuleDict({"used": _model(), "unused": nn.Linear(2, 2)})
+class _Layers(nn.Module):
+    """Three layers, of which a forward may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+
+    def forward(self, values: torch.Tensor, *left_out: int) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            values = values if number in left_out else layer(values)
+        return values
+
+
+def _left_out(rank: int, world_size: int, first: bool, finds: bool) -> tuple[str, bool]:
+    """Leave the second layer out, in the first step, or later, when DDP has several buckets."""
+    model = _Layers()
     optimizer = zero_opt.ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduction=zero_opt.DDPHook())
-    ddp = DistributedDataParallel(_First(model), bucket_cap_mb=bucket_cap_mb, find_unused_parameters=finds)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, find_unused_parameters=finds)
     ddp.register_comm_hook(optimizer, zero_opt.ddp_hook)
+    for _ in range(0 if first else 2):
+        ddp(torch.ones(4, 30)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     before, said = [param.detach().clone() for param in model.parameters()], "nothing"
-    ddp(torch.ones(4, 30)).sum().backward()
+    ddp(torch.ones(4, 30), 1).sum().backward()
     try:
         optimizer.step()
     except zero_opt.GradientConflict as error:
@@ -118,21 +137,12 @@ def _with_an_unused_layer(rank: int, world_size: int, bucket_cap_mb: float, find
     return said, changed
 
 
-class _First(nn.Module):
-    def __init__(self, model: nn.ModuleDict) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, values: torch.Tensor) -> Any:
-        return self.model["used"](values)
-
-
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.0001])
-def test_a_bucket_that_ddp_still_waits_to_fill_is_an_error_that_names_the_parameter(bucket_cap_mb: float) -> None:
-    for said, changed in run_processes(2, _with_an_unused_layer, bucket_cap_mb, False):
-        assert "parameter 4 (group 0, position 4) has got none: make it with find_unused_parameters=True" in said
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bucket_that_ddp_still_waits_to_fill_is_an_error_that_says_so(first: bool) -> None:
+    for said, changed in run_processes(2, _left_out, first, False):
+        assert "has not handed over all gradients of the last backward: a parameter got none" in said
         assert not changed
-    for said, changed in run_processes(2, _with_an_unused_layer, bucket_cap_mb, True):
+    for said, changed in run_processes(2, _left_out, first, True):
         assert said == "nothing" and changed
 
 
@@ -152,34 +162,36 @@ def _called_within(rank: int, world_size: int, call: str, where: str) -> tuple[l
         method(*arguments)
 
     with mock.patch.object(ddp_buckets.DDPHookReduction, where, interrupted):
-        ddp(torch.full((4, 30), 1.0 + rank)).square().sum().backward()
-    if call != "step":
-        optimizer.step()
-    elif rank == 1:
-        with pytest.raises(zero_opt.StepDesync, match=r"rank 0: opt\.step\(\)"):
-            optimizer.step()
-    optimizer.zero_grad()
-    _train(ddp, optimizer, range(STEPS), rank)
+        _train(ddp, optimizer, range(STEPS), rank)
     optimizer.close()
     return said, [param.detach() for param in ddp.parameters()]
-
-
-def _trained_plainly(rank: int, world_size: int) -> Any:
-    ddp, optimizer = _wrapped(_model())
-    _train(ddp, optimizer, range(STEPS), rank)
-    optimizer.close()
-    return [param.detach() for param in ddp.parameters()]
 
 
 @pytest.mark.parametrize("where", ["_take_from", "_end_backward"])
 @pytest.mark.parametrize("call", ["zero_grad", "step"])
 def test_calls_within_a_backward_of_ddp_are_refused_and_change_nothing(call: str, where: str) -> None:
-    found = run_processes(2, _called_within, call, where)
-    if call == "step":
-        wanted = run_processes(2, _trained_plainly)
-    else:
-        wanted = [params for _, params in run_processes(2, _called_within, "", where)]
-    for (_, params), expected in zip(found, wanted, strict=True):
+    found, wanted = (run_processes(2, _called_within, made, where) for made in (call, ""))
+    for (_, params), (_, expected) in zip(found, wanted, strict=True):
         assert_bitwise(params, expected)
-    assert found[0][0][0].startswith(f"opt.{call}()")
-    assert "was called while a backward hands over a gradient" in found[0][0][0]
+    assert found[0][0][0].startswith(f"opt.{call}() was called while backward() is under way")
+
+
+def _raised_at_the_end(rank: int, world_size: int) -> str:
+    """A signal handler of rank 0 raises as the reduction puts ``p.grad`` back."""
+    ddp, optimizer = _wrapped(_model())
+    loss = ddp(torch.ones(4, 30)).sum()
+    if rank == 0:
+        raising = mock.patch.object(ddp_buckets.DDPHookReduction, "_end_backward", side_effect=KeyError("handler"))
+        with raising, pytest.raises(KeyError):
+            loss.backward()
+    else:
+        loss.backward()
+    with pytest.raises(zero_opt.StepDesync) as raised:
+        optimizer.step()
+    optimizer.close()
+    return str(raised.value)
+
+
+def test_a_backward_that_a_handler_has_ended_as_it_puts_gradients_back_is_not_stepped() -> None:
+    for said in run_processes(2, _raised_at_the_end):
+        assert "a backward ended in an exception" in said
