@@ -170,7 +170,8 @@ def not_held_here(grad: ConsumedGrad, here: GradOwner | None = None) -> Gradient
         )
     return GradientConflict(
         f"{grad.label} is reduced by two ShardedOptimizers; close() the older one (if nothing refers to it any more, "
-        "gc.collect() ends it)"
+        "gc.collect() ends it; if the hook of a DistributedDataParallel does, delete that, too). If it had gradients, "
+        "drop them with model.zero_grad()"
     )
 
 
