@@ -20,8 +20,8 @@ _FUNCTION_FILE = autograd_function.__file__
 _APPLY_IS_PYTHON = isinstance(vars(autograd_function.Function)["apply"], classmethod)
 # Files of the wrappers by which torch.compile skips a mode's ``__torch_dispatch__``.
 _WRAPPER_FILES = (os.path.join("torch", "_compile.py"), os.path.join("torch", "_dynamo", "eval_frame.py"))
-# Of threads that run Python from their beginning on.
-_OUTERMOST = ("<module>", "_bootstrap")
+# Of threads that run Python from their beginning on: of a program, of one that "python -m" starts, of any other thread.
+_OUTERMOST = ("<module>", "_run_module_as_main", "_bootstrap")
 _DESCRIBER_FILE = os.path.join("torch", "_subclasses", "meta_utils.py")
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from test.support.failures import PATIENCE_S
 from zero_opt.errors import GradientConsumed
 from zero_opt.reduction.consumed_grad import ConsumedGrad, not_held_here
 
@@ -276,6 +281,25 @@ def test_autograd_accumulates_with_a_graph_however_it_is_called(backward: str) -
     param, grad = consumed(OWNER)
     BACKWARDS[backward]((param**2).sum(), param)
     assert param.grad is grad and grad.pending is not None
+
+
+PROGRAM = """
+import torch
+from test.unit.reduction.test_consumed_grad import BACKWARDS, OWNER, consumed
+
+for backward in BACKWARDS.values():
+    param, grad = consumed(OWNER)
+    backward((param**2).sum(), param)
+    assert param.grad is grad and grad.pending is not None
+"""
+
+
+@pytest.mark.parametrize("how", [["program.py"], ["-m", "program"], ["-c", PROGRAM]], ids=["file", "module", "text"])
+def test_autograd_accumulates_with_a_graph_however_the_program_is_started(how: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    paths = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-W", "ignore", *how]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **paths}, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
