@@ -191,9 +191,13 @@ class BackwardPasses:
         self._first_inner: int | None = None
         self._unfinished: set[int] = set()
 
+    def within_hook(self) -> bool:
+        """Return whether the caller's thread hands a gradient over: a handler or a finalizer has interrupted it."""
+        return bool(self.handing_over._is_owned())
+
     def refuse_within_hook(self, call: str) -> None:
         """Raise StepDesync if a signal handler or a finalizer makes this call while a hook hands a gradient over."""
-        if self.handing_over._is_owned():
+        if self.within_hook():
             raise StepDesync(
                 f"{call} was called while another backward hands a gradient over (from a signal handler or a "
                 "finalizer): set a flag there, and make the call after the backward has returned. If the backward ends "

@@ -133,7 +133,7 @@ class OverlappedReduction(GradReduction, GradOwner):
             self._sync, self._task, self._native_round = before, None, None
 
     def within_hook(self) -> bool:
-        return bool(self._passes.handing_over._is_owned())
+        return self._passes.within_hook()
 
     def _arrived(self, index: int) -> None:
         """Hook: autograd, with a thread per device, has accumulated into a grad. Never waits for another rank."""

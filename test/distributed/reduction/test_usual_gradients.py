@@ -232,19 +232,25 @@ def _calls(params: list[nn.Parameter], rank: int, optimizer: zero_opt.ShardedOpt
 CALLS = ["opt.zero_grad()", "opt.step()", "opt.clip_grad_norm_()", "opt.close()", "p.grad.zero_()", "backward()"]
 
 
-def _interrupted(rank: int, world_size: int, call: str) -> tuple[list[str], list[Tensor]]:
-    """Rank 0 makes the call within a hook, and lets its error end the backward."""
-    params, made = _model(), overlapped.NativeRound
-    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
-    interrupt = _calls(params, rank, optimizer)[call]
+def _interrupting(interrupt: Callable[[], Any]) -> Any:
+    """A patch, to be started, that makes the call once, within the next hook that begins or goes on with a round."""
+    made = overlapped.NativeRound
 
     def interrupted(*fields: Any) -> overlapped.NativeRound:
         patch.stop()
         interrupt()
         return made(*fields)
 
-    patch, said = mock.patch.object(overlapped, "NativeRound", interrupted), list[str]()
-    for _ in range(2):
+    patch = mock.patch.object(overlapped, "NativeRound", interrupted)
+    return patch
+
+
+def _interrupted(rank: int, world_size: int, call: str) -> tuple[list[str], list[Tensor]]:
+    """Rank 0 makes the call within a hook, and lets its error end the backward."""
+    params, said = _model(), list[str]()
+    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+    patch = _interrupting(_calls(params, rank, optimizer)[call])
+    for _ in range(3):
         if rank == 0:
             patch.start()
             with pytest.raises(StepDesync) as raised:
@@ -265,7 +271,7 @@ def _interrupted(rank: int, world_size: int, call: str) -> tuple[list[str], list
 
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_within_a_hook_are_refused_and_the_step_can_be_repeated(call: str) -> None:
-    ranks, untouched = run_processes(2, _interrupted, call), run_processes(2, _trained_plainly, 2)
+    ranks, untouched = run_processes(2, _interrupted, call), run_processes(2, _trained, _plain, True)
     for (_, found), expected in zip(ranks, untouched, strict=True):
         assert all(map(torch.equal, found, expected))
     for said in ranks[0][0]:
@@ -276,19 +282,16 @@ def _swallowed(
     rank: int, world_size: int, call: str, offload: zero_opt.CPUOffload | None
 ) -> tuple[list[str], list[Tensor]]:
     """What a finalizer raises is printed, and goes no further: here on rank 0, in the second backward of a step."""
-    params, made = _model(), overlapped.NativeRound
+    params, said = _model(), list[str]()
     optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1, offload=offload)
-    said = list[str]()
 
-    def interrupted(*fields: Any) -> overlapped.NativeRound:
-        patch.stop()
+    def interrupt() -> None:
         try:
             _calls(params, rank, optimizer)[call]()
         except StepDesync as error:
             said.append(str(error))
-        return made(*fields)
 
-    patch = mock.patch.object(overlapped, "NativeRound", interrupted)
+    patch = _interrupting(interrupt)
     for step in range(2):
         _loss(params, rank).backward()
         if rank == 0 and step == 1 and call:
@@ -308,14 +311,3 @@ def test_a_refused_call_drops_nothing(call: str, world_size: int, offload: zero_
     for (_, found), (_, values) in zip(ranks, expected, strict=True):
         assert all(map(torch.equal, found, values))
     assert [text.startswith(f"{call} was called while ") for text in ranks[0][0]] == [True]
-
-
-def _trained_plainly(rank: int, world_size: int, steps: int) -> list[Tensor]:
-    params = _model()
-    optimizer = zero_opt.ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
-    for _ in range(steps):
-        _loss(params, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-    return [param.detach().clone() for param in params]

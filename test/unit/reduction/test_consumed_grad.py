@@ -284,7 +284,6 @@ def test_autograd_accumulates_with_a_graph_however_it_is_called(backward: str) -
 
 
 PROGRAM = """
-import torch
 from test.unit.reduction.test_consumed_grad import BACKWARDS, OWNER, consumed
 
 for backward in BACKWARDS.values():
