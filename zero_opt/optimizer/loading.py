@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -174,11 +175,17 @@ def _taken(
     states: Mapping[int, Mapping[str, Any]], config: Config, refused: Refused, *, whole: bool
 ) -> dict[int, Mapping[str, Any]]:
     """Return the states that the placement takes, or the wrapped class itself."""
+    if isinstance(states, UsualStates) and config.optimizer_class not in NATIVE_CLASSES:
+        first = next(iter(states.items()), None)  # of plain tensors under the same keys as in all others
+        with suppress(StateDictError):
+            if first and first[1]:
+                if not whole:
+                    config.placement.check_state(*first)
+                return states
     taken = dict[int, Mapping[str, Any]]()
-    usual = isinstance(states, UsualStates)  # plain tensors
     for index, state in states.items():
         with refused.each():
-            for key, value in () if usual else state.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and is_dtensor(value):
                     check_own_part(value, f"state {key!r} of parameter {index}")
             for key in SQUARES if config.optimizer_class in NATIVE_CLASSES else ():

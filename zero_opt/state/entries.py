@@ -125,11 +125,6 @@ class Packet(NamedTuple):
 Places = tuple[Packet, list[Tensor]]
 
 
-def is_small(value: Any) -> bool:
-    """Return whether a value may be a tensor that travels inside the listing, so that listing it reads it."""
-    return isinstance(value, Tensor) and value.numel() <= _INLINE_NUMEL
-
-
 def _oddity(value: Tensor) -> str | None:
     """Return what a tensor is whose elements cannot be sent. :func:`oddity`, which is slower, sees odd ones alone."""
     plain = type(value) is Tensor and value.layout is torch.strided
@@ -180,7 +175,7 @@ def _sent_of(index: int, state: Mapping[str, Any], part: Tensor, start: int, *, 
         elif shape and not whole_params and shape == part.shape:
             form.append((key, type(key), "slice", value.dtype, None))
         elif start == 0:
-            form.append((key, type(key), "inline" if is_small(value) else "tensor", value.dtype, shape))
+            form.append((key, type(key), "inline" if value.numel() <= _INLINE_NUMEL else "tensor", value.dtype, shape))
     return tuple(form)
 
 
@@ -229,7 +224,6 @@ def batches_of(
     alike: dict[_Sent, list[int]] = {}
     for index, form in _forms_of(states, parts, starts, whole_params=whole_params):
         alike.setdefault(form, []).append(index)
-    require_readable(*(value for state in states.values() for value in state.values() if is_small(value)))
     return [
         Batch(
             params,
@@ -255,6 +249,7 @@ def _field(
         values = [states[index][key] for index in params]
     elif kind == "inline":
         tensors = [states[index][key] for index in params]
+        require_readable(*tensors)
         devices = {tensor.device for tensor in tensors}
         with torch.no_grad():
             together = torch.stack(tensors if len(devices) == 1 else [tensor.cpu() for tensor in tensors]).cpu()

@@ -17,7 +17,7 @@ from .guard import StateGuard
 from .kept_state import KeptState
 from .service import StateService
 from .state_dict import StatesByIndex, copied, cut
-from .usual_states import UsualStates, copies_of_usual
+from .usual_states import UsualStates
 
 if TYPE_CHECKING:
     from .row_sharded import ShardedState
@@ -144,7 +144,7 @@ class FullState:
             return self._by_rows().shards(states)
         flats, pieces = self._partition.flats, [piece for piece in self._partition.owned() if piece.param in states]
         whole = [piece.param for piece in pieces if usual and piece.in_param.numel == flats[piece.param].numel]
-        parts = copies_of_usual(states, whole)
+        parts = copied({index: states[index] for index in whole})
         for piece in pieces:
             if piece.param not in parts:
                 parts[piece.param] = cut(states[piece.param], piece, flats[piece.param])

@@ -28,7 +28,7 @@ from ..system.garbage_collection import without_collection
 from ..system.interrupts import uninterrupted
 from ..system.log import log
 from .trial import is_known, state_after_a_step, trial_of
-from .usual_states import UsualStates, are_usual
+from .usual_states import UsualStates, are_usual, columns_of_alike
 
 StateDict = dict[str, Any]
 # State by global parameter index.
@@ -52,10 +52,10 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return packed
 
 
-def apart(value: Any) -> Any:
-    """Return ``value`` with copies of its tensors, and Python's own numbers in the place of others."""
+def apart(value: Any, device: torch.device | None = None) -> Any:
+    """Return ``value`` with copies of its tensors, on ``device`` if given, and Python's own numbers for others."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone().to(device)
     return type(value)(map(apart, value)) if type(value) in (tuple, list) else plain_number(value)
 
 
@@ -476,11 +476,11 @@ def cut(state: Mapping[str, Any], piece: ParamSlice, flat: FlatParam) -> dict[st
 @without_collection()
 def copied(state: Mapping[int, Mapping[str, Any]], device: torch.device | None = None) -> StatesByIndex:
     """Return a copy of state, its tensors on ``device`` if one is given."""
-
-    def copy_of(value: Any) -> Any:
-        return apart(value).to(device) if isinstance(value, Tensor) else apart(value)
-
-    return {index: {key: copy_of(value) for key, value in entry.items()} for index, entry in state.items()}
+    if device is None and (columns := columns_of_alike([*state.values()])):
+        with torch.no_grad():
+            copies = zip(*(map(Tensor.clone, column) for column in columns.values()), strict=True)
+            return {index: dict(zip(columns, values, strict=True)) for index, values in zip(state, copies, strict=True)}
+    return {index: {key: apart(value, device) for key, value in entry.items()} for index, entry in state.items()}
 
 
 @functools.cache
@@ -492,6 +492,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype whose ``str()`` is ``name``, such as ``"torch.float32"``."""
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype

@@ -14,7 +14,6 @@ from ..kernels.adam_state import MAXIMUM
 from ..kernels.checks import DTYPE_NAMES, may_be_count
 from ..kernels.strides import dimensions_of, joined_scalars
 from ..placement.native_rules import COLUMN_KEYS
-from ..system.garbage_collection import without_collection
 from ..system.same_objects import flattened
 
 # Keys with rules of their own.
@@ -90,12 +89,3 @@ def _are_counts(steps: list[Tensor]) -> bool:
 
 class UsualStates(dict[int, Mapping[str, Any]]):
     """States by global parameter index that :func:`are_usual`: what holds for one holds for all of its shape."""
-
-
-@without_collection()
-def copies_of_usual(states: Mapping[int, Mapping[str, Any]], indices: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return copies of the usual states of these parameters."""
-    columns = values_by_name([states[index] for index in indices])
-    with torch.no_grad():
-        copies = [[*map(Tensor.clone, column)] for column in columns.values()]
-    return {index: dict(zip(columns, values)) for index, values in zip(indices, zip(*copies))}

@@ -335,13 +335,30 @@ def test_cut_parts_put_together_are_the_whole() -> None:
     assert torch.equal(flat.shaped(torch.cat(parts)), full)
 
 
-def test_copied_state_is_equal_and_separate() -> None:
-    state: dict[int, dict[str, Any]] = {3: {"m": torch.ones(2), "step": 5}}
+ALIKE = {i: {"m": torch.ones(2, i, requires_grad=i > 3).t(), "step": torch.tensor(float(i))} for i in (5, 3)}
+OTHERS = [
+    {},
+    {5: {"step": 5}},
+    {1: {"m": Parameter(torch.ones(())), "step": torch.ones(())}},
+    {4: {"n": torch.ones(2)}},
+]
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_copied_state_is_equal_and_separate(others: dict[int, dict[str, Any]]) -> None:
+    state: dict[int, dict[str, Any]] = ALIKE | others
     again = copied(state)
-    again[3]["m"].zero_()
-    again[3]["step"] = 6
-    assert state[3]["step"] == 5
-    assert torch.equal(state[3]["m"], torch.ones(2))
+    assert [(index, [*entry]) for index, entry in again.items()] == [(index, [*state[index]]) for index in state]
+    for index, entry in again.items():
+        for key, value in entry.items():
+            original = state[index][key]
+            if not isinstance(value, Tensor):
+                assert value == original
+                continue
+            assert (value.dtype, value.shape, value.stride()) == (original.dtype, original.shape, original.stride())
+            assert torch.equal(value, original)
+            assert value.data_ptr() != original.data_ptr()
+            assert not value.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])

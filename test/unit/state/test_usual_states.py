@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_opt.state.usual_states import UsualStates, are_usual, columns_of_alike, copies_of_usual
+from zero_opt.state.usual_states import are_usual, columns_of_alike
 
 PARAMS = [torch.zeros(2, 3), torch.zeros(5)]
 
@@ -51,17 +51,6 @@ def test_what_is_looked_at_by_itself(change: Callable[[dict[str, Any]], Any]) ->
     states = _states()
     change(states[0])
     assert not are_usual(states, PARAMS)
-
-
-def test_copies_are_of_the_parameters_asked_for_and_share_no_memory() -> None:
-    states = UsualStates(enumerate(_states()))
-    copies = copies_of_usual(states, [1])
-    assert copies.keys() == {1}
-    assert copies[1].keys() == states[1].keys()
-    for key, value in copies[1].items():
-        assert torch.equal(value, states[1][key])
-        assert value.data_ptr() != states[1][key].data_ptr()
-    assert copies_of_usual(states, []) == {}
 
 
 @given(st.lists(st.lists(st.sampled_from([*"abc", 0]), unique=True), max_size=4))

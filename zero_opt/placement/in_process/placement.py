@@ -367,7 +367,8 @@ class DevicePlacement(SlicePlacement[Unit]):
             inner.load_state_dict({"state": local, "param_groups": packed})
         self._shown.clear()
         self._held.forget()
-        say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in self._places))
+        keeps = [index for index, (unit, _) in self._places.items() if unit.mastered or unit.compact]
+        say_without_masters(sum(self._load_master(index, states.get(index, {})) for index in keeps))
 
     def _for_class(self, index: int, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state without what the class would cast."""
