@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +219,17 @@ def test_a_state_dict_is_the_wrapped_classs_own() -> None:
         optimizer.load_state_dict(saved[0])
         step(optimizer, 0.25)
         assert_bitwise(optimizer.state_dict(), optimizers[0].state_dict())
+
+
+CLOSES_LATE = """
+import torch, zero_opt
+class Trainer:
+    def __init__(self, p): self.opt = zero_opt.ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
+    def __del__(self): self.opt.close(); print("closed")
+trainer = Trainer(torch.nn.Parameter(torch.ones(4)))
+"""
+
+
+def test_a_finalizer_that_the_end_of_the_interpreter_calls_may_close_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", CLOSES_LATE], capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")
