@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_opt
+from test.support.failures import PATIENCE_S
 from test.support.harness import run_processes
 from test.support.stepped import make_stepped, service_of, take_step
 from zero_opt.comm import process_exit
@@ -123,30 +124,30 @@ def test_closed_ranks_are_asked_by_several_at_once(world_size: int, askers: int)
     assert found == [[4] * 10] * askers + [[]] * (world_size - askers)
 
 
-def _others_stay_open(rank: int, world_size: int) -> Any:
+def _others_stay_open(rank: int, world_size: int) -> None:
     """A closed rank's patience ends, but not while it is asked."""
-    _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=2.0))
-    seconds = 0.0
+    _, optimizer = make_stepped(checks=zero_opt.Checks(timeout=4.0))
     if rank == 1:
         thread, begun = service_of(optimizer)._ring.thread, time.monotonic()
         optimizer.close()
-        thread.join(20)
-        seconds = time.monotonic() - begun
         dist.barrier()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert time.monotonic() - begun > 3.9
     else:
-        time.sleep(1.0)
-        service = service_of(optimizer)
-        fetch = service._questions._fetch_all
-        service._questions._fetch_all = lambda *args: time.sleep(1.4) or fetch(*args)  # past the two seconds
+        questions = service_of(optimizer)._questions
+        fetch = questions._fetch_all
+        questions._fetch_all = lambda *args: time.sleep(4.5) or fetch(*args)  # past the four seconds
+        dist.barrier()  # it is asked at once, within them
         assert len(optimizer.state_dict()["state"]) == 4
-        dist.barrier()
+    dist.barrier()
+    if rank == 0:
         with pytest.raises(zero_opt.PeerLost):
             optimizer.state_dict()
-    return seconds
 
 
 def test_a_closed_rank_is_not_kept_for_ever() -> None:
-    assert 1.9 < run_processes(2, _others_stay_open)[1] < 10
+    run_processes(2, _others_stay_open)
 
 
 def _ends(rank: int, world_size: int) -> Any:
@@ -242,7 +243,7 @@ def _one_is_slow(rank: int, world_size: int) -> Any:
 def test_a_rank_that_is_behind_is_waited_for() -> None:
     step, waited = run_processes(2, _one_is_slow)[0]
     assert step == 2
-    assert 0.2 < waited < 10
+    assert 0.2 < waited < PATIENCE_S / 2
 
 
 def _one_stays_behind(rank: int, world_size: int) -> Any:
