@@ -37,11 +37,17 @@ class How(enum.IntEnum):
     INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended a call there that all ranks make; its program may go on
     CUT_OFF = 6  # a connection to it has broken although it lives
     STOPPED = 7  # as SILENT: it is stopped, as a rank of its host has seen
+    GAVE_UP = 8  # its program has ended, and before that it had lost another rank, or given up waiting for one
 
     @property
     def serves(self) -> bool:
         """Whether the rank still gives its state to others, until all have closed."""
         return self in (How.CLOSED, How.ENDED, How.INTERRUPTED)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the rank's program has ended, and gives its state to no rank."""
+        return self in (How.FAILED, How.GAVE_UP)
 
     @property
     def may_come(self) -> bool:
@@ -87,6 +93,7 @@ class Departure(NamedTuple):
             How.CLOSED: f"{name} has closed this optimizer {when}",
             How.ENDED: f"{name} has ended its program {when}",
             How.FAILED: f"{name} has ended its program with an exception {when}",
+            How.GAVE_UP: f"{name} has ended its program {when}, and had lost another rank or given up waiting for one",
             How.LOST: f"{name} {waiting}",
             How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a signal "
             "handler, has ended a call that all ranks make",
@@ -187,6 +194,16 @@ class Departures:
         """Whether this rank has lost another one, or has given up waiting for it, and so serves no state at its end."""
         return self.lost_one or self._unannounced
 
+    def causes(self) -> list[Departure]:
+        """Return the departures that no rank has announced as its own: because of these, others leave."""
+        with self._lock:
+            silent = [Departure(rank, How.STOPPED if rank in self.stopped else How.SILENT) for rank in self.silent]
+            return [*silent, *(other for other in self if other.how in (How.LOST, How.CUT_OFF))]
+
+    def own(self, how: How) -> How:
+        """Return what the others are told, ``how`` being what becomes of this rank's optimizer or program."""
+        return How.GAVE_UP if how is How.ENDED and self.failed else how
+
     def notice(self, departure: Departure) -> None:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         with self._lock:
@@ -257,7 +274,7 @@ class Departures:
         Those that had left training, and are gone since, come last: they may have ended because of another.
         """
         with self._lock:
-            order = (How.LOST, How.CUT_OFF, How.FAILED)
+            order = (How.LOST, How.CUT_OFF, How.FAILED, How.GAVE_UP)
             gone = [other for other in self._heard.values() if other.how in order]
             return min(gone, key=lambda other: order.index(other.how), default=next(iter(self._gone.values()), None))
 

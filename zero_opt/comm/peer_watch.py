@@ -437,7 +437,7 @@ class Watch:
             self.posted.read()
             waited, departure = time.monotonic() - begun, self._to_name(ended, call, waiting)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
-            if departure is not None and (departure.how is not How.FAILED or waited >= min(patience_s, _CLOSING_S)):
+            if departure is not None and (not departure.how.fails or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
             more = self.departures.news and not self.departures.unannounced
             answered = not more or time.monotonic() - self._doubted >= self._doubt_s

@@ -146,7 +146,7 @@ class Ring:
             self._departures.hear(told.as_heard(self._side.rank, message.origin))
             if self._departures.has_lost(message.about):
                 self._departures.leave()
-            if told.how in (How.CLOSED, How.ENDED, How.FAILED):
+            if told.how.fails or told.how in (How.CLOSED, How.ENDED):
                 self.open.discard(message.about)
         else:
             asked(message)
@@ -160,6 +160,15 @@ class Ring:
         with contextlib.suppress(IndexError):
             while True:
                 self._passed.popleft()[0].wait_here(seconds)
+
+    def _pass_causes_on(self) -> None:
+        """Tell the next rank of those that are lost or silent, of which it may know nothing.
+
+        The ring may be broken there, and news that came through the store be read later than that of this rank's end.
+        """
+        for departure in self._departures.causes():
+            origin = self._side.rank if departure.from_rank < 0 else departure.from_rank
+            self.pass_on(departed(origin, departure))
 
     def tell(self, departure: Departure) -> None:
         """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
@@ -180,8 +189,7 @@ class Ring:
         """Tell the next rank that this one is about to break its connections, and is not dead."""
         self.told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
-            for departure in self._departures.being_told.copy():  # the thread that tells may come too late
-                self.pass_on(departed(self._side.rank, departure))
+            self._pass_causes_on()  # a thread that tells of one may come too late
             self.pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
             self.wait_passed(FAREWELL_S)
 
@@ -206,8 +214,10 @@ class Ring:
             if self.closed:
                 return False
             self.closed = True
+            if self._departures.failed:
+                self._side.courtesies.do(self._pass_causes_on)
             announce(how)
-        if how is How.FAILED:
+        if how.fails:
             self._departures.leave()
         elif how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
@@ -227,12 +237,12 @@ class UnservedRing(Ring):
         self.begin(self, self._end, lambda _: None)
 
     def abandon(self, how: How) -> None:
-        """Announce once how this rank leaves, FAILED if it has lost another, and break the ring for all.
+        """Announce once how this rank leaves, and break the ring for all.
 
         News that is still on its way is lost with the ring. Nobody needs it: once one rank has left, no call of all
         ranks can succeed.
         """
-        if self.close(How.FAILED if self._departures.failed else how, self._leave):
+        if self.close(self._departures.own(how), self._leave):
             self._side.interrupt()
 
     def _leave(self, how: How) -> None:

@@ -287,8 +287,8 @@ class StateService:
         self._ring.close(How.CLOSED, partial(self._leave, in_order=sys.exc_info()[0] is None))
 
     def abandon(self, how: How) -> None:
-        """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves: FAILED if it lost a rank."""
-        self._ring.close(How.FAILED if self._departures.failed else how, partial(self._leave, in_order=False))
+        """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves."""
+        self._ring.close(self._departures.own(how), partial(self._leave, in_order=False))
 
     def _leave(self, how: How, in_order: bool) -> None:
         """Say how this rank leaves, and let the threads serve the state as it is."""

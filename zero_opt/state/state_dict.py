@@ -106,11 +106,11 @@ class Refused:
         return {**state_dict, "state": copied({**besides, **states}), "param_groups": packed}
 
     def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-        """Log what was left out, and which parameters start afresh although state of others was loaded."""
+        """Log what was left out, and which parameters start afresh."""
         if self.left_out:
             log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
         fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
-        if states and fresh:
+        if fresh:
             log.warning(
                 "load_state_dict() was given no state for %d of %d parameters, the first of them %s; they start afresh",
                 len(fresh),
