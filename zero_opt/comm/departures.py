@@ -7,6 +7,7 @@
 - departure: what is known of a rank that has left, or for which the others must not wait. :class:`How` has the kinds.
 - announce: tell the others of one's own departure.
 - notice: find out that another rank has departed, and tell the others.
+- cause: a departure that its rank has not announced itself. Because of it, others leave.
 - post: put a departure into the store, where the ring may not bring it.
 - hear: be told of a departure by another rank, through the ring or the store. What is noticed is recorded alike.
 """
@@ -37,7 +38,7 @@ class How(enum.IntEnum):
     INTERRUPTED = 5  # an exception, as of Ctrl-C, has ended a call there that all ranks make; its program may go on
     CUT_OFF = 6  # a connection to it has broken although it lives
     STOPPED = 7  # as SILENT: it is stopped, as a rank of its host has seen
-    GAVE_UP = 8  # its program has ended, and before that it had lost another rank, or given up waiting for one
+    GAVE_UP = 8  # its program has ended, after it has heard that a rank was lost or given up
 
     @property
     def serves(self) -> bool:
@@ -45,9 +46,14 @@ class How(enum.IntEnum):
         return self in (How.CLOSED, How.ENDED, How.INTERRUPTED)
 
     @property
-    def fails(self) -> bool:
+    def ends_unserved(self) -> bool:
         """Whether the rank's program has ended, and gives its state to no rank."""
         return self in (How.FAILED, How.GAVE_UP)
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether others tell of the departure, and not the rank itself."""
+        return self.may_come or self in (How.LOST, How.CUT_OFF)
 
     @property
     def may_come(self) -> bool:
@@ -93,7 +99,7 @@ class Departure(NamedTuple):
             How.CLOSED: f"{name} has closed this optimizer {when}",
             How.ENDED: f"{name} has ended its program {when}",
             How.FAILED: f"{name} has ended its program with an exception {when}",
-            How.GAVE_UP: f"{name} has ended its program {when}, and had lost another rank or given up waiting for one",
+            How.GAVE_UP: f"{name} has ended its program {when}, once a rank was lost or given up",
             How.LOST: f"{name} {waiting}",
             How.INTERRUPTED: f"{name} has left training {when}, because an exception there, as of Ctrl-C or a signal "
             "handler, has ended a call that all ranks make",
@@ -152,7 +158,6 @@ class Departures:
         silent: the ranks that others have given up waiting for. stopped: those of them that are stopped.
         unanswering: those that something else than training has given up waiting for, and that have not answered
             since. lost_one: whether this rank has lost another, and cannot say which.
-        being_told: departures that this rank has noticed, and of which a thread is telling the others.
     """
 
     def __init__(self) -> None:
@@ -161,7 +166,7 @@ class Departures:
         self.end: Callable[[], None] = _no_connections
         self.silent, self.stopped, self.unanswering = list[int](), set[int](), set[int]()
         self._unannounced = False
-        self.being_told, self.lost_one = list[Departure](), False
+        self._being_told, self.lost_one = list[Departure](), False
         self.tell: Callable[[Departure], None] = _no_connections
         self.post: Callable[[Departure], None] = _no_connections
         self._heard: dict[int, Departure] = {}
@@ -195,12 +200,11 @@ class Departures:
         return self.lost_one or self._unannounced
 
     def causes(self) -> list[Departure]:
-        """Return the departures that no rank has announced as its own: because of these, others leave."""
-        with self._lock:
-            silent = [Departure(rank, How.STOPPED if rank in self.stopped else How.SILENT) for rank in self.silent]
-            return [*silent, *(other for other in self if other.how in (How.LOST, How.CUT_OFF))]
+        """Return the departures that are causes. Takes no lock: a thread that holds it may wait for the caller."""
+        silent = [Departure(rank, How.STOPPED if rank in self.stopped else How.SILENT) for rank in [*self.silent]]
+        return silent + [other for other in [*self._heard.values(), *self._gone.values()] if other.how.is_cause]
 
-    def own(self, how: How) -> How:
+    def announced(self, how: How) -> How:
         """Return what the others are told, ``how`` being what becomes of this rank's optimizer or program."""
         return How.GAVE_UP if how is How.ENDED and self.failed else how
 
@@ -208,7 +212,7 @@ class Departures:
         """Record a departure that this rank has noticed itself, and tell the others if it is new."""
         with self._lock:
             if fresh := self.hear(departure):
-                self.being_told.append(departure)
+                self._being_told.append(departure)
         if fresh:
             self.say(departure)
 
@@ -217,11 +221,11 @@ class Departures:
         self.tell(departure)
         self.post(departure)
         with contextlib.suppress(ValueError):
-            self.being_told.remove(departure)
+            self._being_told.remove(departure)
 
     def say_untold(self) -> None:
         """Tell the others what another thread has noticed, and may be late to tell: this rank may be about to end."""
-        for departure in self.being_told.copy():
+        for departure in self._being_told.copy():
             self.say(departure)
 
     def knows(self, rank: int) -> bool:

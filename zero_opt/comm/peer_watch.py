@@ -436,8 +436,11 @@ class Watch:
             ended = self.ended(waiting)  # a rank that has ended because of another has put that into the store before
             self.posted.read()
             waited, departure = time.monotonic() - begun, self._to_name(ended, call, waiting)
+            in_order = departure is not None and departure.how in (How.CLOSED, How.ENDED, How.GAVE_UP)
+            if in_order and not waiting and self.departures.silent:  # because of which that rank has left
+                return self.silence(text, waited)
             # A rank that has failed may have done so because of another one, of which news may still arrive.
-            if departure is not None and (not departure.how.fails or waited >= min(patience_s, _CLOSING_S)):
+            if departure is not None and (not departure.how.ends_unserved or waited >= min(patience_s, _CLOSING_S)):
                 return self._leave_departed(departure, text, waiting)
             more = self.departures.news and not self.departures.unannounced
             answered = not more or time.monotonic() - self._doubted >= self._doubt_s

@@ -389,7 +389,7 @@ class Meeting:
         known, here = [*_watches.get(c10d._get_default_store(), weakref.WeakKeyDictionary()).items()], self._key[1]
         heard = [(members[other.rank], other.how) for watch, members in known for other in watch.departures]
         for member, how in heard:
-            if (how.fails or how is How.ENDED) and member in here:
+            if (how.ends_unserved or how is How.ENDED) and member in here:
                 by = " with an exception" * (how is How.FAILED)
                 return PeerLost(
                     f"{self._name(here.index(member))} has ended its program{by} while another waited for it in "

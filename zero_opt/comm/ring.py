@@ -92,9 +92,11 @@ class Ring:
         self.others = [(side.rank + away) % side.world_size for away in range(1, side.world_size)]
         self._right, self._left = self.others[0], self.others[-1]
         self.open, self.lock = set(self.others), threading.RLock()
-        # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring.
-        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=6 * side.world_size)
+        # Sent without waiting, lest ranks wait for each other in a circle; each has three at most on the ring. Causes
+        # come on top, at most two for each rank.
+        self._passed: deque[tuple[Message, Tensor]] = deque(maxlen=8 * side.world_size)
         side.farewell = self._bid_farewell
+        self._causes_told = set[tuple[int, How]]()
         self._departures.tell, self._departures.news = self.tell, True
 
     def begin(
@@ -120,7 +122,7 @@ class Ring:
                 words = words_of(*[0] * len(RingMessage._fields))
                 self._side.receive_from(words, self._left, RING_TAG).wait(FOR_EVER_S)
                 message = RingMessage(*words.tolist())
-                if message.kind != BROKEN and self._right != message.origin:
+                if self._goes_on(message):
                     with contextlib.suppress(PeerLost):  # if the next rank is dead, the one after it notices
                         self.pass_on(words)
                 self._take(message, asked)
@@ -146,7 +148,7 @@ class Ring:
             self._departures.hear(told.as_heard(self._side.rank, message.origin))
             if self._departures.has_lost(message.about):
                 self._departures.leave()
-            if told.how.fails or told.how in (How.CLOSED, How.ENDED):
+            if told.how.ends_unserved or told.how in (How.CLOSED, How.ENDED):
                 self.open.discard(message.about)
         else:
             asked(message)
@@ -161,14 +163,24 @@ class Ring:
             while True:
                 self._passed.popleft()[0].wait_here(seconds)
 
-    def _pass_causes_on(self) -> None:
-        """Tell the next rank of those that are lost or silent, of which it may know nothing.
+    def _goes_on(self, message: RingMessage) -> bool:
+        """Return whether a message is for the next rank too: not if that has sent it, or was told the same already."""
+        if message.kind == BROKEN or message.origin == self._right:
+            return False
+        return message.kind != DEPARTED or self._is_news(message.about, How(message.how))
 
-        The ring may be broken there, and news that came through the store be read later than that of this rank's end.
-        """
-        for departure in self._departures.causes():
-            origin = self._side.rank if departure.from_rank < 0 else departure.from_rank
-            self.pass_on(departed(origin, departure))
+    def _is_news(self, rank: int, how: How) -> bool:
+        """Return whether to tell the next rank of a departure. Of a cause this returns True once."""
+        told = (rank, how) in self._causes_told
+        if how.is_cause:
+            self._causes_told.add((rank, how))
+        return not told
+
+    def _pass_causes(self) -> None:
+        """Tell the next rank of causes, lest it hear that this rank has left before it reads why in the store."""
+        for cause in self._departures.causes():
+            if self._is_news(cause.rank, cause.how):
+                self.pass_on(departed(self._side.rank if cause.from_rank < 0 else cause.from_rank, cause))
 
     def tell(self, departure: Departure) -> None:
         """Tell the other ranks of a departure, and end waits for a lost rank, whose connections may be open still."""
@@ -189,7 +201,7 @@ class Ring:
         """Tell the next rank that this one is about to break its connections, and is not dead."""
         self.told, self._departures.news = True, False
         with contextlib.suppress(RuntimeError):
-            self._pass_causes_on()  # a thread that tells of one may come too late
+            self._pass_causes()  # a thread that tells of one may come too late
             self.pass_on(words_of(*RingMessage(BROKEN, self._side.rank)))
             self.wait_passed(FAREWELL_S)
 
@@ -205,7 +217,8 @@ class Ring:
         """Close this rank's place in the ring; return ``False`` if it was closed already, or in a forked child.
 
         Args:
-            how: how this rank leaves. announce: called with it, under the lock; tells the other ranks.
+            how: what becomes of this rank's optimizer or program. announce: tells the other ranks how this one leaves;
+                called under the lock.
         """
         if self._side.inherited:  # where nothing runs, and locks may be held forever
             self._side.close()
@@ -214,10 +227,11 @@ class Ring:
             if self.closed:
                 return False
             self.closed = True
-            if self._departures.failed:
-                self._side.courtesies.do(self._pass_causes_on)
+            how = self._departures.announced(how)
+            if self._departures.causes():
+                self._side.courtesies.do(self._pass_causes)
             announce(how)
-        if how.fails:
+        if how.ends_unserved:
             self._departures.leave()
         elif how is not How.CLOSED:  # on close() the caller leaves, once what it has queued is sent
             self._departures.end()
@@ -242,7 +256,7 @@ class UnservedRing(Ring):
         News that is still on its way is lost with the ring. Nobody needs it: once one rank has left, no call of all
         ranks can succeed.
         """
-        if self.close(self._departures.own(how), self._leave):
+        if self.close(how, self._leave):
             self._side.interrupt()
 
     def _leave(self, how: How) -> None:

@@ -38,7 +38,7 @@ class Stops:
             self._watch.warn(WARN_AFTER_S)
         self._watch.say_awaiting(waited)
         departure = self._watch.departures.of(self._watch.awaited)  # see [Note: connecting on first use]
-        if departure is not None and (departure.how.fails or departure.how is How.INTERRUPTED):
+        if departure is not None and (departure.how.ends_unserved or departure.how is How.INTERRUPTED):
             raise self._watch._leave_departed(departure)
         self.look()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -458,6 +459,9 @@ class BetweenSteps(Engine):
     def close(self) -> None:
         """Close every part, whatever fails meanwhile, and destroy the groups."""
         self._finalizer.detach()
+        if sys.is_finalizing():
+            self._end_pending()
+            return  # workers and services have ended
         self.parts.full.close()
         self._closed = True
         self._lagging.clear()
@@ -479,21 +483,17 @@ class BetweenSteps(Engine):
             self.partition.join()
             wait_done([event for _, _, event in marks(self.partition.streams)])
 
+    @torch.no_grad()
     def _end_pending(self) -> None:
-        """Bring a pending step in at world size 1; over several ranks log that it is lost.
-
-        A rank that closes may be the only one that does, and must not wait for the others.
-        """
+        """Bring a pending step in at world size 1; over several ranks, of which some may stay, log that it is lost."""
         if not self.placement.pending:
             return
-        reason = "the other ranks need not be there"
-        if self.partition.world_size == 1:
+        reason = "the interpreter ends" if sys.is_finalizing() else "the other ranks need not be there"
+        if self.partition.world_size == 1 and not sys.is_finalizing():
             try:
-                with torch.no_grad():
-                    self._bring_in("flush()")
+                self._bring_in("flush()")
                 return
             except Exception as error:  # whatever it is, the rest is to be closed
                 reason = str(error)
-        if self.placement.predicts:
-            reason += "; parameters stay predictions"
+        reason += "; parameters stay predictions" * self.placement.predicts
         log.warning("close() has lost the update of a pending step (%s): call opt.flush() on every rank first", reason)

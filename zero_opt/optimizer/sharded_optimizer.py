@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -472,17 +471,14 @@ class ShardedOptimizer(WrappedAttributes, UnevenInputs):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    @one_call("opt.close()", traced=True)  # else torch imports a module, which a finalizer at the end cannot
     def close(self) -> None:
         """Let parameters arrive, stop listening to gradients and destroy this optimizer's own process groups.
 
         Every rank should call it; until all have, this rank's part of the state is served to those that ask for it. A
-        pending step (``WorkerOffload(delay=1)``) is brought in at world size 1; over several ranks, which do not wait
-        for each other here, it is lost, and the log says so: call :meth:`flush` first. Inside a call: StepDesync."""
-        if not sys.is_finalizing():  # the interpreter's end has closed it, and nothing can be imported there
-            self._close()
-
-    @one_call("opt.close()")
-    def _close(self) -> None:
+        pending step (``WorkerOffload(delay=1)``) is brought in at world size 1. Over several ranks, which do not wait
+        for each other here, or as the interpreter ends, it is lost, and the log says so: call :meth:`flush` first.
+        Inside a call: StepDesync."""
         closed, self._closed = self._closed, True
         if not closed:
             self._engine.close()

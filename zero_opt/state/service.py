@@ -288,7 +288,7 @@ class StateService:
 
     def abandon(self, how: How) -> None:
         """Do what :meth:`close` does, if the user has not; say ``how`` this rank leaves."""
-        self._ring.close(self._departures.own(how), partial(self._leave, in_order=False))
+        self._ring.close(how, partial(self._leave, in_order=False))
 
     def _leave(self, how: How, in_order: bool) -> None:
         """Say how this rank leaves, and let the threads serve the state as it is."""

@@ -56,7 +56,7 @@ def apart(value: Any, device: torch.device | None = None) -> Any:
     """Return ``value`` with copies of its tensors, on ``device`` if given, and Python's own numbers for others."""
     if isinstance(value, Tensor):
         return value.detach().clone().to(device)
-    return type(value)(map(apart, value)) if type(value) in (tuple, list) else plain_number(value)
+    return type(value)(apart(part, device) for part in value) if type(value) in (tuple, list) else plain_number(value)
 
 
 class Refused:
@@ -106,11 +106,11 @@ class Refused:
         return {**state_dict, "state": copied({**besides, **states}), "param_groups": packed}
 
     def say(self, states: Mapping[int, Any], params: Sequence[Tensor], describe: Callable[[int], str]) -> None:
-        """Log what was left out, and which parameters start afresh."""
+        """Log what was left out, and which parameters start afresh although state of others was loaded."""
         if self.left_out:
             log.warning("load_state_dict() has left out what does not fit: %s", "; ".join(self.left_out))
         fresh = [index for index, param in enumerate(params) if param.requires_grad and index not in states]
-        if fresh:
+        if states and fresh:
             log.warning(
                 "load_state_dict() was given no state for %d of %d parameters, the first of them %s; they start afresh",
                 len(fresh),

@@ -17,8 +17,8 @@ from ..errors import StorageFailed, mib
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, since Linux 5.14
 _UNREADABLE = (errno.EFAULT, 133)  # EHWPOISON, which errno does not name everywhere
-# A call of the kernel takes 1 us, and 1 ms to tell where files are mapped.
-_MANY = 1000
+# The number of tensors from which on to look up where files are mapped, which takes 1 ms. madvise() takes 1 us a call.
+_LOOK_UP_FROM = 1000
 
 
 @functools.cache
@@ -34,10 +34,10 @@ def require_readable(*runs: Tensor) -> None:
     The check reads the memory, so check a large tensor in parts. Kernels before 5.14 cannot tell.
 
     Args:
-        runs: contiguous, on any device.
+        runs: contiguous, on any device. Of 1,000 or more, only those in mapped files are checked.
     """
     remedy = "if the disk does not come back, load a checkpoint into a new optimizer"
-    for start, nbytes in _pages_of(runs if len(runs) < _MANY else _in_files(runs)):
+    for start, nbytes in _pages_of(runs if len(runs) < _LOOK_UP_FROM else _in_files(runs)):
         _populate(start, nbytes, _POPULATE_READ, "read from", remedy)
 
 
@@ -45,13 +45,13 @@ def _in_files(runs: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in host memory whose first byte is a file's; all, where that is not known."""
     here = [run for run in runs if run.is_cpu]
     try:
-        mappings = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        mappings = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_bytes().split(b"\n") if line]
     except OSError:
         return here
     edges = list[int]()  # each file's first address, and that after its last one, ascending
     for addresses, _, _, _, inode, *_ in mappings:
-        if inode != "0":
-            edges += (int(edge, 16) for edge in addresses.split("-"))
+        if inode != b"0":
+            edges += (int(edge, 16) for edge in addresses.split(b"-"))
     return [run for run, at in zip(here, map(Tensor.data_ptr, here)) if bisect_right(edges, at) % 2]
 
 

@@ -92,14 +92,6 @@ def test_what_fits_is_loaded_and_the_rest_starts_afresh(world_size: int, caplog:
     assert "no state for 1 of 3 parameters, the first of them parameter 1 (group 0, position 1)" in fresh
 
 
-def test_a_state_dict_without_any_state_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "zero_opt")
-    opt = zero_opt.ShardedOptimizer(_params(), torch.optim.Adam)
-    opt.load_state_dict({**_saved(), "state": {}})
-    (fresh,) = [record.getMessage() for record in caplog.records]
-    assert "no state for 3 of 3 parameters, the first of them parameter 0 (group 0, position 0)" in fresh
-
-
 def test_groups_that_are_others_stay_an_error() -> None:
     opt = zero_opt.ShardedOptimizer(_params(), torch.optim.Adam)
     saved = _saved()

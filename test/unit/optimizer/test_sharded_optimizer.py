@@ -224,12 +224,20 @@ def test_a_state_dict_is_the_wrapped_classs_own() -> None:
 CLOSES_LATE = """
 import torch, zero_opt
 class Trainer:
-    def __init__(self, p): self.opt = zero_opt.ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
+    def __init__(self, offload):
+        param = torch.nn.Parameter(torch.ones(4))
+        self.opt = zero_opt.ShardedOptimizer([param], torch.optim.AdamW, fused=True, offload=offload)
+        param.sum().backward()
+        self.opt.step()
     def __del__(self): self.opt.close(); print("closed")
-trainer = Trainer(torch.nn.Parameter(torch.ones(4)))
+trainer = Trainer(zero_opt.{offload})
 """
+LATE = {"None": "", "WorkerOffload()": "", "WorkerOffload(delay=1)": "close() has lost the update of a pending step"}
 
 
-def test_a_finalizer_that_the_end_of_the_interpreter_calls_may_close_it() -> None:
-    ended = subprocess.run([sys.executable, "-c", CLOSES_LATE], capture_output=True, text=True, timeout=600)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")
+@pytest.mark.parametrize("offload", LATE)
+def test_a_finalizer_that_the_end_of_the_interpreter_calls_may_close_it(offload: str) -> None:
+    program = CLOSES_LATE.format(offload=offload).replace("zero_opt.None", "None")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n")
+    assert ended.stderr.startswith(LATE[offload]) and ended.stderr.count("\n") == bool(LATE[offload])

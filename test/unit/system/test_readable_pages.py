@@ -37,6 +37,13 @@ def test_a_file_s_page_that_is_gone_is_found_among_many_tensors(tmp_path: Path, 
     require_readable(*elsewhere, gone[0])
 
 
+def test_other_files_may_have_any_name(tmp_path: Path) -> None:
+    (odd := tmp_path / "ends\u2028 \udce9\n").write_bytes(b"0")
+    gone = _of_file(tmp_path / "cut", MANY, cut=True)
+    with odd.open("rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ), pytest.raises(StorageFailed):
+        require_readable(*gone)
+
+
 def test_many_tensors_of_a_file_are_read(tmp_path: Path) -> None:
     require_readable(*_of_file(tmp_path / "whole", MANY, cut=False))
     with pytest.raises(StorageFailed):
