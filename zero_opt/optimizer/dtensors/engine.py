@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +87,10 @@ class DTensorSingleRank(SingleRank):
     def consolidate(self, to: int) -> None:
         wrapped = self._current()
         with self.of_all_ranks():
-            self._mesh.consolidate(to, wrapped.state_dict()["state"], wrapped.state)
+            self._mesh.consolidate(to, lambda: wrapped.state_dict()["state"], wrapped.state)
 
     def rows(self, *, compact: bool) -> StatesByIndex:
-        with self.together_on_meshes("sharded_state_dict()"):  # the wrapped class may raise what it likes
-            return super().rows(compact=compact)
+        return self._mesh.alike("sharded_state_dict()", partial(super().rows, compact=compact))
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> Mapping[int, int]:
         return self._mesh.sums(params, call)
@@ -214,13 +214,18 @@ class DTensorEngine(ShardedEngine):
 
     def consolidate(self, to: int) -> None:
         with self.of_all_ranks():
-            self._complete_state("consolidate_state_dict()")
-            self._mesh.consolidate(to, self._as_seen(super()._full_state()), self._user.state)
+            self._mesh.consolidate(to, partial(self._complete, "consolidate_state_dict()"), self._user.state)
+
+    def _complete(self, call: str) -> StatesByIndex:
+        """Return this rank's part of the state, pending step included."""
+        self._complete_state(call)
+        return self._as_seen(super()._full_state())
 
     def rows(self, *, compact: bool) -> StatesByIndex:
-        if not (compact and is_compact(self._config.placement.inputs.form)):
-            self._complete_state("sharded_state_dict()")
-            return self._as_seen(super()._full_state())
+        call, stored = "sharded_state_dict()", compact and is_compact(self._config.placement.inputs.form)
+        return self._mesh.alike(call, self._stored if stored else partial(self._complete, call))
+
+    def _stored(self) -> StatesByIndex:
         plain, parts = self.parts.params, super().rows(compact=True)
         self._require_fitting(parts)
         return {i: stored_parts(state, self._view.param_of(plain[i]), plain[i]) for i, state in parts.items()}

@@ -45,6 +45,7 @@ from ...system.background_thread import run_apart
 from ...system.failures import on_failure
 from ..config import Config
 from .fsdp import Shards
+from .held_state import difference, in_order, require_equal
 from .local_parts import (
     bit_sum,
     check_cut_for_muon,
@@ -166,7 +167,7 @@ class MeshParams:
         finally:
             self.call = before
 
-    def require_same_checks(self, config: Config) -> None:
+    def require_equal_checks(self, config: Config) -> None:
         """Raise RankMismatch, on every rank of a mesh, if ranks differ in what makes a step collective. Collective."""
         told = {"max_grad_norm": config.max_grad_norm, "checks.nonfinite": config.checks.nonfinite}
         with self.of_all_ranks():
@@ -215,7 +216,7 @@ class MeshParams:
             with self.together(self.call):
                 if error is not None:
                     raise error
-        _require_same("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
+        require_equal("the norm that gradients are clipped to", {rank: told or None for rank, told in limits.items()})
         share = Share.from_rows(rows, norm_dtype(params))
         if several:  # as all ranks of a mesh know of each that has
             with self.together(self.call):
@@ -245,19 +246,25 @@ class MeshParams:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def consolidate(self, to: object, states: Mapping[int, Mapping[str, Any]], live: Mapping[Tensor, Any]) -> None:
+    def consolidate(self, to: object, seen: Callable[[], StatesByIndex], live: Mapping[Tensor, Any]) -> None:
         """Bring state to rank ``to``, in full shapes and host memory. Collective.
 
         Args:
             to: rank in the default process group.
-            states: by global index, tensors as DTensors. live: what the user sees as ``state``.
+            seen: returns it, by global index, tensors as DTensors. live: what the user sees as ``state``.
 
         Raises:
             ConfigError, ConfigTypeError: ``to`` is no rank of a mesh of the parameters.
             RankMismatch: it differs between ranks, or ranks are in different calls; all of them on every rank.
+            StateDictError: see :meth:`alike`.
             PeerLost, PeerSilent: a rank does not come.
         """
-        self.meet("consolidate_state_dict()", lambda: self._require_rank(to))
+
+        def checked() -> StatesByIndex:
+            self._require_rank(to)
+            return seen()
+
+        states = self.alike("consolidate_state_dict()", checked)
         self._compare("consolidate_state_dict()", {"to": to})
         self.forget()
         mine = dist.get_rank() == to
@@ -265,7 +272,7 @@ class MeshParams:
 
         def gather(group: MeshGroup | None) -> None:
             for index, entry in full.items():
-                for key, value in states[index].items():  # one after the other: no rank but ``to`` holds more than one
+                for key, value in in_order(states[index]):  # one after the other: only ``to`` holds more than one
                     if self._groups.get(_mesh_of(value)) is group:
                         full_value = full_copy(value)
                         if mine:
@@ -278,24 +285,28 @@ class MeshParams:
         if mine:
             self._kept.keep(full, live.values())
 
+    def alike(self, call: str, seen: Callable[[], StatesByIndex]) -> StatesByIndex:
+        """Return the state by global index that ``seen`` returns, which has the same form on every rank. Collective.
+
+        Raises:
+            StateDictError: on every rank, if it has not. What ``seen`` raises on one rank, all raise.
+            RankMismatch: ranks are in different calls. PeerLost, PeerSilent: a rank does not come.
+        """
+        with self.together(call):
+            states = seen()
+        here = {mesh: [i for i, param in enumerate(self._params) if _mesh_of(param) == mesh] for mesh in self._groups}
+        errors = [difference(group, states, here[mesh], call) for mesh, group in self._groups.items()]
+        with self.together(call):
+            for error in filter(None, errors):
+                raise error
+        return states
+
     def _require_rank(self, to: object) -> None:
         if isinstance(to, bool) or not isinstance(to, int):
             raise ConfigTypeError(f"to must be a rank, got {to!r}")
         ranks = sorted({rank for group in self._groups.values() for rank in group.ranks})
         if to not in ranks:
             raise ConfigError(f"to must be one of the ranks that the parameters are on, {ranks}, got {to!r}")
-
-    def meet(self, call: str, check: Callable[[], None]) -> None:
-        """Return once all ranks are in a call in which DTensors travel. Collective.
-
-        Args:
-            check: what it raises on one rank, all ranks raise.
-
-        Raises:
-            RankMismatch: ranks are in different calls. PeerLost, PeerSilent: a rank does not come.
-        """
-        with self.together(call):
-            check()
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -311,7 +322,7 @@ class MeshParams:
         for group in self._groups.values():
             by_rank |= zip(group.ranks, map(json.loads, group.all_gather_bytes(payload, call)), strict=True)
         for name in told:
-            _require_same(name, {rank: values[name] for rank, values in by_rank.items()})
+            require_equal(name, {rank: values[name] for rank, values in by_rank.items()})
 
     def sums(self, params: Mapping[int, Tensor], call: str) -> dict[int, int]:
         """Return a sum over the bits of each bf16 DTensor of these, the same for every cut. Collective.
@@ -369,7 +380,8 @@ class MeshParams:
         """Return what ``do`` makes of state by :func:`cut_like`. Collective if any of it is a DTensor cut otherwise."""
         if not any(travels(value, params[index]) for index, state in states.items() for value in state.values()):
             return do()
-        self.meet("load_state_dict()", lambda: None)
+        with self.together("load_state_dict()"):
+            pass
         return self.largest.collective("load_state_dict()", do)
 
 
@@ -397,14 +409,6 @@ def state_like(config: Config, hypers: Mapping[str, Any], param: Tensor, stepped
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
-def _require_same(name: str, by_rank: Mapping[int, object]) -> None:
-    """Raise RankMismatch unless all ranks have said the same; those of several meshes are numbered alike."""
-    first, wanted = next(iter(by_rank.items()), (0, None))
-    for rank, value in by_rank.items():
-        if value != wanted:
-            raise RankMismatch(f"{name}: {wanted} on rank {first}, {value} on rank {rank}; say the same on every rank")
-
-
 def _mesh_of(param: Tensor) -> Any:
     return getattr(param, "device_mesh", None)
 
@@ -428,7 +432,7 @@ def mesh_of(entries: Iterable[Any], config: Config, *, ranks_given: bool) -> Mes
     admit(mesh, params)
     if mesh is not None:
         with on_failure(mesh.close):
-            mesh.require_same_checks(config)
+            mesh.require_equal_checks(config)
     return mesh
 
 
