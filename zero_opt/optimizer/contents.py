@@ -32,12 +32,12 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return tuple((repr(key), _comparable(item)) for key, item in sorted(value.items(), key=_by_name))
+        return tuple((repr(key), _comparable(item)) for key, item in sorted(value.items(), key=by_name))
     value = plain_number(value)
     return value if value is None or isinstance(value, (bool, int, float, complex, str)) else type(value)
 
 
-def _by_name(item: tuple[Any, Any]) -> str:
+def by_name(item: tuple[Any, Any]) -> str:
     """Return what items are sorted by, whose keys may be of any type."""
     return repr(item[0])
 
@@ -46,7 +46,7 @@ def hyper_contents(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Itera
     """Return all hyperparameters of groups, numbered from ``first``, as (name, JSON value)."""
     for number, group in enumerate(groups, first):
         yield f"hyperparameters of group {number}", sorted(map(str, hypers_of(group)))
-        for key, value in sorted(hypers_of(group).items(), key=_by_name):
+        for key, value in sorted(hypers_of(group).items(), key=by_name):
             yield f"hyperparameter {key} of group {number}", repr(_comparable(value))
 
 
@@ -131,7 +131,7 @@ def loaded_contents(
     yield from hyper_contents(groups)
     for index, state in sorted(states.items()):
         yield f"state of {describe(index)}", sorted(map(str, state))
-        for key, value in sorted(state.items(), key=_by_name):
+        for key, value in sorted(state.items(), key=by_name):
             if isinstance(value, Tensor):
                 values = getattr(value, "placements", None) or f"digest {value_digest(value)}"
                 told = f"{value.dtype} {tuple(value.shape)}, {values}"

@@ -492,5 +492,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype whose ``str()`` is ``name``, such as ``"torch.float32"``."""
-    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
     return dtype

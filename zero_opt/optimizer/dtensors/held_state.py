@@ -11,12 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import RankMismatch, StateDictError
+from ..contents import by_name
 from .mesh_group import MeshGroup
-
-
-def in_order(state: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of one parameter's state, in an order that is the same on every rank."""
-    return sorted(state.items(), key=lambda item: repr(item[0]))
 
 
 def difference(
@@ -52,7 +48,7 @@ def require_equal(name: str, by_rank: Mapping[int, object]) -> None:
 
 def _form(state: Mapping[Any, Any]) -> str:
     """Return a text, for a message, of what of a parameter's state must be the same on every rank."""
-    return ", ".join(f"{key!r} ({_kind(value)})" for key, value in in_order(state)) or "none"
+    return ", ".join(f"{key!r} ({_kind(value)})" for key, value in sorted(state.items(), key=by_name)) or "none"
 
 
 def _kind(value: Any) -> str:

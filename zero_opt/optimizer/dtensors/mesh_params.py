@@ -44,8 +44,9 @@ from ...state.trial import is_known, state_after_a_step
 from ...system.background_thread import run_apart
 from ...system.failures import on_failure
 from ..config import Config
+from ..contents import by_name
 from .fsdp import Shards
-from .held_state import difference, in_order, require_equal
+from .held_state import difference, require_equal
 from .local_parts import (
     bit_sum,
     check_cut_for_muon,
@@ -272,7 +273,7 @@ class MeshParams:
 
         def gather(group: MeshGroup | None) -> None:
             for index, entry in full.items():
-                for key, value in in_order(states[index]):  # one after the other: only ``to`` holds more than one
+                for key, value in sorted(states[index].items(), key=by_name):  # none but ``to`` keeps them
                     if self._groups.get(_mesh_of(value)) is group:
                         full_value = full_copy(value)
                         if mine:
